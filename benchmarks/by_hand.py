@@ -27,7 +27,7 @@ from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams
 from hostcall._engine.place_numbers import places
 from hostcall._engine.placement import Placement
-from hostcall._primitives.lowering import KeptAlive
+from hostcall._primitives.kept_alive import KeptAlive
 
 SCALAR = core.ShapedArray((), np.dtype(np.float32))
 _call_p = core.Primitive("by_hand")

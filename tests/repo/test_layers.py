@@ -191,7 +191,15 @@ def test_tools_use_public_names_only(name):
         "_core.wait",
     }
     allowed |= {"_api.call", "_jax"}
-    doors = ("execution", "fragments", "jaxprs", "pauses", "places", "rewriting")
+    doors = (
+        "execution",
+        "fragments",
+        "jaxprs",
+        "pauses",
+        "places",
+        "rewriting",
+        "rewritten_programs",
+    )
     doors += ("tracing", "user_lines")
     allowed |= {f"_jax.{door}" for door in doors}
     assert private - TOOLS <= allowed

@@ -21,7 +21,7 @@ import pytest
 
 import hostcall as hc
 from hostcall._api import tap as tap_module
-from hostcall._core import options
+from hostcall._core import option_checks, options
 from hostcall._core.codec import Malformed
 from hostcall._core.options import CallOptions, Option, Policy, TapOptions
 from hostcall._engine.params.tap import TapParams
@@ -204,7 +204,8 @@ LOUD_IN_ORDER = (
 def louder(monkeypatch):
     monkeypatch.setattr(TapParams, "takes", Louder)
     monkeypatch.setattr(tap_module, "TAP", options.table(Louder))
-    monkeypatch.setattr(options, "_PAIRS", (*options._PAIRS, LOUD_IN_ORDER))
+    pairs = (*option_checks._PAIRS, LOUD_IN_ORDER)
+    monkeypatch.setattr(option_checks, "_PAIRS", pairs)
 
 
 @hc.register("tests.options.listen")

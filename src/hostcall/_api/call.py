@@ -15,6 +15,7 @@ from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import HostCode, OfArguments, handle
 from hostcall._core.mistakes import check_function, parse_mask
+from hostcall._core.option_checks import check
 from hostcall._core.options import (
     GONE,
     POLICY,
@@ -24,7 +25,6 @@ from hostcall._core.options import (
     Fail,
     Lend,
     Policy,
-    check,
 )
 from hostcall._core.order import Order
 from hostcall._core.result_rules import avals_of, spec_of, varies

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 
 from hostcall import _native
 from hostcall._core import config, mistakes
-from hostcall._core.options import Option, check, choice
+from hostcall._core.option_checks import check
+from hostcall._core.options import Option, choice
 from hostcall._runtime import flights
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.array_values import is_numeric
 from hostcall._core.captured import has_tracers_text
 from hostcall._core.errors import SpecError, counted
-from hostcall._core.spec import is_numeric
 
 # --- When the line is printed --------------------------------------------------------
 

@@ -13,6 +13,7 @@ from hostcall._core import mistakes
 from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError
 from hostcall._core.mistakes import check_function, parse_mask
+from hostcall._core.option_checks import check
 from hostcall._core.options import (
     TAP,
     On,
@@ -21,7 +22,6 @@ from hostcall._core.options import (
     TapArrays,
     TapOptions,
     WhenFull,
-    check,
 )
 from hostcall._core.order import Order
 from hostcall._core.source import users_place

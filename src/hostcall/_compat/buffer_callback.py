@@ -15,14 +15,16 @@ from hostcall._compat.pure_and_io import (
     raw_keys,
     trees_of,
 )
+from hostcall._core.array_values import canonical
 from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError, conflict, wrong
 from hostcall._core.mistakes import check_function
-from hostcall._core.options import WHOLE, CallOptions, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import WHOLE, CallOptions
 from hostcall._core.order import Order
 from hostcall._core.signatures import accepts, signature_of, without_types
 from hostcall._core.source import Place, users_place
-from hostcall._core.spec import Opaque, Results, Template, canonical
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._engine.params.buffer import BufferParams, NativeFunction
 from hostcall._primitives.buffer import bind
 

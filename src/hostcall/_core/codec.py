@@ -124,7 +124,7 @@ class Codec:
         """The value of this type. 1 is not True, and a number is finite."""
         if hint is Any:
             return json_value
-        if hint in self._ways:
+        if hint in self._ways:  # a type that has a text of its own
             _, decode = self._ways[hint]
             return decode(json_value)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
@@ -144,6 +144,7 @@ class Codec:
         elif origin in (typing.Union, types.UnionType):
             if json_value is None and type(None) in inner:
                 return None
+            # The first type that fits. A value that fits none falls through to the end.
             for kind in inner:
                 with contextlib.suppress(Malformed):
                     return self.decode(json_value, kind, label)

@@ -13,8 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.array_values import NUMBERS, is_numeric, masked, overflowed
 from hostcall._core.errors import ResultError, counted
-from hostcall._core.spec import NUMBERS, Key, is_numeric, masked, overflowed
+from hostcall._core.spec import Key
 from hostcall._jax.types import Aval, TreeDef
 
 
@@ -356,6 +357,7 @@ def _short(value: object) -> str:
 
 
 def _shape_hint(got: Shape, want: Shape) -> str:
+    """What to write if only the shape of a result differs."""
     if want == () and math.prod(got) == 1:
         return "Return x.item() or x.reshape(()) for a scalar"
     longer_axes_of_got = [n for n in got if n != 1]

@@ -181,8 +181,9 @@ class DaemonPool(PerProcess, futures.Executor):
     def _run(self) -> None:
         self._begin()
         while (job := self._jobs.get()) is not None:
-            fulfil(*job)
-            del job  # it holds the row's values
+            future, run = job
+            fulfil(future, run)
+            del job, future, run  # they hold the row's values
             with self._lock:
                 self._free += 1
 

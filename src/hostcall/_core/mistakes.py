@@ -129,6 +129,8 @@ def check(
         _refuse_swallowed(face, fn, kwargs)
     if _jax.traces_nothing():  # so there is no traced value that it could use
         return
+    # All else that a plain function uses is global. A traced value there is noticed
+    # when the function runs (`failures.text_for_xla`).
     if not is_plain or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__:
         refuse_traced(fn, face.instead_of_traced)
     for mark in marks:

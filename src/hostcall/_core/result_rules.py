@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax
+from hostcall._core.array_values import NUMBERS, is_array_like
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import OfArguments
-from hostcall._core.spec import NUMBERS, is_array_like
 
 Tree = Any  # a pytree: of arrays, or of ShapeDtypeStructs
 Trees = tuple[Tree, ...]

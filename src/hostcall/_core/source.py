@@ -52,8 +52,10 @@ class Place:
 
 def users_place(fn: Any = None) -> Place:
     """The place of `users_frame`, or the one that a function of hostcall tells."""
-    if (place := as_host_code(fn).place()) is not None:
-        return Place(*place)
+    place_of_code = as_host_code(fn).place()
+    if place_of_code is not None:
+        file, line, function = place_of_code
+        return Place(file, line, function)
     frame = users_frame()
     code = frame.f_code
     return Place(code.co_filename, frame.f_lineno, code.co_qualname)

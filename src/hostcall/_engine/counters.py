@@ -20,7 +20,7 @@ class Facts:
     """What the programs with a function's calls say about them, for the report.
 
     Attributes:
-        kinds: "call" and "tap".
+        kinds: the words of its equations, "call" and "tap".
         arrays, methods: what `arrays=` and `vmap_method=` were.
         rows: the most rows that one execution called the function for.
         lends: whether some call had `lend=`.
@@ -67,43 +67,29 @@ class _Costs(Guarded):
         Returns the counters of these calls.
         """
         name = equation.callback.counted_as
-        said = (
-            equation.word,
-            equation.options.arrays,
-            equation.method,
-            math.prod(equation.grid),
-            equation.lends,
-            bool(equation.avals),
-        )
+        kind = equation.word
+        arrays = equation.options.arrays
+        method = equation.method
+        rows = math.prod(equation.grid)
+        lends = equation.lends
+        has_results = bool(equation.avals)
+        said = (kind, arrays, method, rows, lends, has_results)
         # Without the lock: what is in `noted` is in all the rest, and stays there.
         known = self.facts.get(name)
         if known is not None and said in known.noted:
             return self.counters[name]
         with self.lock:
             facts = self.facts[name]
-            self._add(facts, *said)
-            counters = self.counters[name]
-            # Batches may have another size each time.
+            facts.kinds.add(kind)
+            facts.arrays.add(arrays)
+            facts.methods.add(method)
+            facts.rows = max(facts.rows, rows)
+            facts.lends |= lends
+            facts.nothing &= not has_results
+            # Batches may have another size each time, and `noted` would only grow.
             if len(facts.noted) < _MOST_NOTED:
                 facts.noted.add(said)
-            return counters
-
-    @staticmethod
-    def _add(
-        facts: Facts,
-        kind: str,
-        arrays: str,
-        method: str,
-        rows: int,
-        lends: bool,
-        has_results: bool,
-    ) -> None:
-        facts.kinds.add(kind)
-        facts.arrays.add(arrays)
-        facts.methods.add(method)
-        facts.rows = max(facts.rows, rows)
-        facts.lends |= lends
-        facts.nothing &= not has_results
+            return self.counters[name]
 
     def waited_in_barrier(self, start: int) -> None:
         """Counts a wait of this thread from `start`, in ticks, to now."""

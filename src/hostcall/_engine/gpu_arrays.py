@@ -39,7 +39,7 @@ class OnDevice(HostCode):
 
     def __call__(self, ctx: Any, out: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            _ = ctx.stream
+            _ = ctx.stream  # which a program on the CPU has not
         except jax.errors.JaxRuntimeError:
             raise errors.SpecError(
                 f"hostcall: `{self.__name__}` has arrays='cuda', and its program runs"
@@ -49,14 +49,14 @@ class OnDevice(HostCode):
         value = self.fn.value(*args, **kwargs)
         treedef = self.results.treedef
         leaves = coerce.take_apart(value, treedef, self.__name__)
-        places = treedef.flatten_up_to(out)
+        buffers = treedef.flatten_up_to(out)
         paths = self.results.paths()
-        for place, leaf, path in zip(places, leaves, paths, strict=True):
-            _store(place, leaf, f"{path} of `{self.__name__}`")
+        for buffer, leaf, path in zip(buffers, leaves, paths, strict=True):
+            _store(buffer, leaf, f"{path} of `{self.__name__}`")
 
 
-def _store(place: Any, leaf: Any, path: str) -> None:
-    """Copies a result into XLA's memory.
+def _store(buffer: Any, leaf: Any, path: str) -> None:
+    """Copies a result into XLA's memory, which a Buffer stands for.
 
     If `leaf` says that it was made on XLA's stream, the copy is only enqueued there.
     The owner may then free the memory in stream order, as stream-aware allocators do.
@@ -71,12 +71,13 @@ def _store(place: Any, leaf: Any, path: str) -> None:
         )
     shape = tuple(interface["shape"])
     dtype = np.dtype(interface["typestr"])
-    wanted = np.dtype(place.dtype)
+    wanted = np.dtype(buffer.dtype)
     # The interface has no code for dtypes like bfloat16: they are bytes of some size.
-    same = dtype == wanted or (dtype.kind == "V" and dtype.itemsize == wanted.itemsize)
-    if shape != place.shape or not same:
+    is_bytes = dtype.kind == "V" and dtype.itemsize == wanted.itemsize
+    fits = dtype == wanted or is_bytes
+    if shape != buffer.shape or not fits:
         raise errors.ResultError(
-            f"hostcall: {path} should be {wanted}{list(place.shape)}, got"
+            f"hostcall: {path} should be {wanted}{list(buffer.shape)}, got"
             f" {dtype}{list(shape)}"
         )
     strides = interface.get("strides")
@@ -86,7 +87,8 @@ def _store(place: Any, leaf: Any, path: str) -> None:
             f" {dtype}{list(shape)}: make it contiguous"
         )
     nbytes = math.prod(shape) * dtype.itemsize
-    _native.copy_into(place, interface["data"][0], nbytes, interface.get("stream"))
+    address = interface["data"][0]  # with whether it is read-only
+    _native.copy_into(buffer, address, nbytes, interface.get("stream"))
 
 
 def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

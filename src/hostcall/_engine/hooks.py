@@ -36,7 +36,8 @@ class CallHooks:
     and where the call is made is in the placement.
     """
 
-    # `equation` is an Equation, whose class names the class of its hooks.
+    # `equation` is an `Equation`. Its file imports this one: the class of an equation
+    # names that of its hooks.
     def __init__(self, equation: Any, placement: Placement) -> None:
         self.equation = equation
         self.placement = placement
@@ -50,6 +51,7 @@ class CallHooks:
     # --- Hooks ---------------------------------------------------------------------
 
     def flatten(self, value: Any) -> list[Any]:
+        """The leaves of what the function returned, which must be such a tree."""
         results = self.callback.results
         return coerce.take_apart(value, results.treedef, self.name, results.avals)
 
@@ -70,7 +72,7 @@ class CallHooks:
 
     def result(self, number: int) -> str:
         """What messages call a result of the function."""
-        words, _ = self._of_a_rule(number)
+        words, _ = self._words_of_rule(number)
         return words or f"{self.callback.results.paths()[number]} of `{self.name}`"
 
     def shape_hint(
@@ -87,11 +89,13 @@ class CallHooks:
                 " in front"
             )
         # One row with an axis too many is no batch.
-        if equation.grid and got[1:] == want and got[0] != 1:
+        is_batch = got[1:] == want and got[0] != 1
+        if equation.grid and is_batch:
             return "Does the function return the whole batch where one row is wanted?"
-        return self._of_a_rule(number)[1]
+        _, shape_words = self._words_of_rule(number)
+        return shape_words
 
-    def _of_a_rule(self, number: int) -> tuple[str, str]:
+    def _words_of_rule(self, number: int) -> tuple[str, str]:
         """(what a result is, which shape it has) if the function is a rule of
         hostcall's that says so; else empty texts.
         """
@@ -101,16 +105,19 @@ class CallHooks:
         """The text with which the program fails; `row` is () if no row has an index."""
         hint = self.hint(error)
         text = failures.text_for_xla(error, self.name, self.place, row, hint)
-        place = self.placement
-        # Only programs over one device may have lost the sign that would tell of it.
-        has_token = place.program_devices is not None or place.mesh is not None
+        placement = self.placement
+        # The sign of a program over one device may be a result that the user deletes or
+        # donates. A wait that finds it gone looks for the failure among those that are
+        # noted here (_core/dispatched.py). Other programs have a token, or a sign that
+        # nobody else has.
+        on_one_device = placement.program_devices is None and placement.mesh is None
         # A Ctrl-C is raised in the main thread anyway.
-        stopped = issubclass(type(error), KeyboardInterrupt)
-        if self.equation.effect is not None and not has_token and not stopped:
+        was_stopped = issubclass(type(error), KeyboardInterrupt)
+        if self.equation.effect is not None and on_one_device and not was_stopped:
             dispatched.call_failed(text)
-        if place.job is not None:
+        if placement.job is not None:
             with failures.beside_a_failure("telling other processes of it"):
-                self._tell_job(place.job, text)
+                self._tell_job(placement.job, text)
         return text
 
     def _tell_job(self, job: Failures, text: str) -> None:
@@ -196,26 +203,38 @@ class CallHooks:
         if is_from_here:
             job.failed(outcome, announces=False)
             return outcome
-        process = self.placement.calling_process
-        origins = self.placement.origins
         taken = ""
-        if origins is not None:  # the outcome is a device's number plus one
-            origin = origins[int(outcome) - 1 :][:1]
-            process = origin[0] if origin else None
-            outcome = "" if process is None else job.text_of(process)
-        elif self.equation.avals:
-            taken = ", whose results all processes take,"
-        # Without a text, the caller may not be what failed: any device may have.
-        is_sure = process is not None and (outcome or origins is not None)
-        failed = f"process {process}" if is_sure else "another process"
-        if outcome:  # only the calling process's text is sent along
-            failed = f"{failed}: {failures.without_number(outcome)}"
+        if self.placement.origins is None:
+            if self.equation.avals:
+                taken = ", whose results all processes take,"
+            sent_text = outcome
+            # Only the calling process's text is sent along. Without one, the failed
+            # device may be any other.
+            process = self.placement.calling_process if sent_text else None
+        else:
+            process = self._origin(self.placement.origins, int(outcome))
+            sent_text = "" if process is None else job.text_of(process)
+        failed = "another process" if process is None else f"process {process}"
+        if sent_text:
+            failed = f"{failed}: {failures.without_number(sent_text)}"
         error = errors.HostcallError(
             f"hostcall: `{self.name}`{taken} failed in {failed}", code="hc-failed"
         )
         text = failures.numbered(error, failures.summary(error))
         job.failed(text, announces=False)
         return text
+
+    @staticmethod
+    def _origin(origins: tuple[int, ...], number: int) -> int | None:
+        """The process of the device that failed; None if no process is known.
+
+        `number` is the device's, as the outcome has it: 0 says that none failed, so
+        they count from 1 (_primitives/outcome.py).
+        """
+        if not origins:
+            return None
+        assert 0 < number <= len(origins), "each device of the program has a process"
+        return origins[number - 1]
 
     def on_view_left(self, step: int, error: BaseException | None) -> bool:
         """Releases what may hold a view of lent memory by accident.

@@ -49,9 +49,9 @@ class _Places:
         number = next(self._next)
         self._named[number] = Named(name, place)
         # A tag may have lone surrogates, which the engine's UTF-8 can't hold.
-        texts = (name, str(place))
-        shown = [t.encode(errors="backslashreplace").decode() for t in texts]
-        _native.name_place(number, *shown)
+        shown_name = name.encode(errors="backslashreplace").decode()
+        shown_place = str(place).encode(errors="backslashreplace").decode()
+        _native.name_place(number, shown_name, shown_place)
         return self._numbers.setdefault(key, number)
 
     def named(self, number: int) -> Named | None:

@@ -42,9 +42,12 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
     team = placement.team
     team_devices = None if team is None else frozenset(placement.devices.values())
     guard = None if team_devices is None else host_device.guard(team_devices)
-    # A pure call starts outside of a host callback, and its guard finds out whether it
-    # has to go inside (_runtime/host_device.py).
-    scouts = placement.inside is Inside.ASKED
+    guard_on_call = guard
+    if placement.inside is Inside.ASKED:
+        # A pure call starts outside of a host callback, and its guard finds out whether
+        # it has to go inside (_runtime/host_device.py). Threads of layers are none of
+        # XLA's, so their guard does not ask.
+        guard_on_call = host_device.guard(team_devices, scouts=True)
     arguments = _arguments(equation, operands)
     native = equation.native
     converters = _converters(hooks, arguments.rows)
@@ -74,7 +77,7 @@ def make_plan(hooks: CallHooks, operands: Sequence[Any]) -> _native.Plan:
         returns_outcome=placement.returns_outcome,
         called_by_other_process=placement.called_by_other_process,
         team=team and team.settings(),
-        guard=host_device.guard(team_devices, scouts=True) if scouts else guard,
+        guard=guard_on_call,
         inside=placement.inside,
         keeps_mesh=equation.is_jaxs_own and not _jax.CALLBACKS_HIDE_MESHES,
         kind=equation.native_kind(placement),
@@ -103,11 +106,11 @@ def plan_in_program(
 
 
 class _Arguments(NamedTuple):
-    """The operands that the function gets, as a plan has them.
+    """The operands that the engine gives to the function, or to its layers.
 
     Attributes:
-        rows: of each, (the shape of one row, the dtype).
-        batched: of each, whether it has each axis of the grid.
+        rows: for each, (the shape of one row, the dtype).
+        batched: for each, whether it has each axis of the grid.
         mask: which axes of the grid the engine's mask has; None if it has no mask.
         compressed: whether the first of them is the mask, by which a layer drops rows
             of the batch that the function gets.
@@ -144,8 +147,8 @@ def _arguments(equation: Equation, operands: Sequence[Any]) -> _Arguments:
     batched: list[tuple[bool, ...]] = [()] * len(operands)
     if equation.grid:
         batched = list(equation.batched[: len(operands)])
-    # A mask that the function's batch is compressed by is an argument of the plan. Any
-    # other one is the engine's: which axes of the grid it has.
+    # By a mask that has an axis of the function's own batch, a layer drops rows of it:
+    # the layer gets the mask as an argument. The engine reads any other mask.
     compressed = equation.masked and equation.compresses(operands[0])
     mask = None
     if equation.masked and not compressed:
@@ -166,7 +169,7 @@ def _results(equation: Equation, packed: bool) -> list[_native.Leaf]:
             leaves.append(_leaf(aval.shape, aval.dtype, axes, None, packed))
         else:
             tile = _tile(fill, aval, equation.levels)
-            # Not kept: a fill may be as large as the result.
+            # A new one, past the cache of leaves: a fill may be as large as the result.
             leaves.append(_new_leaf(aval.shape, aval.dtype, axes, None, packed, tile))
     return leaves
 
@@ -267,8 +270,8 @@ def _tile(fill: bytes, aval: Any, levels: int) -> bytes:
     for all elements.
     """
     is_of_row = len(fill) != np.dtype(aval.dtype).itemsize
-    shape = aval.shape[:levels] if is_of_row else aval.shape
-    return fill * int(np.prod(shape, dtype=int))
+    repeated = aval.shape[:levels] if is_of_row else aval.shape
+    return fill * int(np.prod(repeated, dtype=int))
 
 
 def _converters(
@@ -283,10 +286,13 @@ def _converters(
     keys = callback.template.keys
     if arrays == "numpy" and not any(keys) and not callback.policy.float64:
         return [None] * len(keys)  # most calls
-    wide: list[np.dtype | None] = [None] * len(keys)
-    if callback.policy.float64:  # the mask, if it is there, is not converted
-        wide = [widened(dtype) for _, dtype in rows[len(rows) - len(keys) :]]
-    every = zip(keys, wide, strict=True)
+    wide_dtypes: list[np.dtype | None] = [None] * len(keys)
+    if callback.policy.float64:
+        # The template knows no mask, which stands in front of the arguments here if a
+        # layer reads it, and is not converted.
+        of_arguments = rows[len(rows) - len(keys) :]
+        wide_dtypes = [widened(dtype) for _, dtype in of_arguments]
+    every = zip(keys, wide_dtypes, strict=True)
     return [_converter(arrays, key, device, dtype) for key, dtype in every]
 
 

@@ -41,8 +41,9 @@ def start() -> None:
     Called when a program is lowered or loaded, and at the first eager call.
     """
     _jax.need(_jax.Part.CALLS)
-    inside = _jax.host_callback_handler()
-    if inside is None:
+    # The handler of XLA's own host callbacks, inside which the engine runs some calls.
+    host_callback = _jax.host_callback_handler()
+    if host_callback is None:
         logger.warning(
             "this jaxlib is newer than those that hostcall was tested with: a function"
             " that computes on the devices of the program which calls it may wait for"
@@ -50,10 +51,18 @@ def start() -> None:
             " default there (jnp.asarray(np.asarray(x)))"
         )
     else:
-        _native.set_host_callback_handler(inside, _native.run_pending)
+        _native.set_host_callback_handler(host_callback, _native.run_pending)
+    swap, set_local, get_local = _jax.SWAP_SET_GET
     for kind, setting, value in _jax.AMBIENT:
-        methods = _jax.SWAP_SET_GET
-        _native.add_ambient_setting(kind, setting, *methods, value, _jax.UNSET)
+        _native.add_ambient_setting(
+            kind,
+            setting,
+            swap=swap,
+            set=set_local,
+            get=get_local,
+            value=value,
+            unset=_jax.UNSET,
+        )
     _native.set_hook(_native.Hook.PROFILED, profiles.is_taken)
     _native.set_hook(_native.Hook.SHOWN, profiles.Shown)
     _native.set_hook(_native.Hook.REPORT, failures.in_place_of_value_error)
@@ -66,12 +75,13 @@ def _tracing() -> tuple[Any, Any]:
     The engine asks once on each thread of XLA's and sets them, so that debuggers and
     coverage tools see callbacks there.
     """
-    functions = threading.gettrace(), threading.getprofile()
-    if any(function is not None for function in functions):
+    trace = threading.gettrace()
+    profile = threading.getprofile()
+    if trace is not None or profile is not None:
         # pydevd (debugpy, PyCharm) up to Python 3.11 ignores threads that `threading`
         # does not know. This makes it known, as Dummy-1 or the like.
         threading.current_thread()
-    return functions
+    return trace, profile
 
 
 @once
@@ -92,7 +102,7 @@ def _register() -> None:
     """
     _native.set_hook(_native.Hook.TRACING, _tracing)
     handlers = _native.handlers(_jax.XLA_INTERFACE)
-    for platform, plan_type, kind in (
+    for platform, plan_type, prefix in (
         ("cpu", "type", ""),
         # The "graph" handler itself tells XLA that it may be recorded into a command
         # buffer: the CUDA plugin accepts no traits at registration.
@@ -101,7 +111,7 @@ def _register() -> None:
         type_info = handlers[plan_type]
         jax.ffi.register_ffi_type("hostcall_plan", type_info, platform=platform)
         for target, name in _HANDLERS.items():
-            handler = handlers[kind + name]
+            handler = handlers[prefix + name]
             jax.ffi.register_ffi_target(target, handler, platform=platform)
 
 

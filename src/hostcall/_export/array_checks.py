@@ -55,6 +55,8 @@ def _check_grid(params: Equation, operands: Sequence[Aval]) -> None:
     fits = len(flags) == rows_of_flags
     if not fits or any(len(row) != len(grid) for row in flags):
         raise Malformed(f"batched={flags!r}")
+    # A call's function can't see more batch axes than some array has. How many a tap's
+    # sees follows from `axes`, which `check_operands` compares.
     axis_counts = [aval.ndim for aval in (*operands, *params.avals)]
     most_axes = max(axis_counts, default=0)
     if not params.ignores_results and not 0 <= params.levels <= most_axes:

@@ -264,7 +264,7 @@ def load(data: bytes | bytearray | memoryview) -> Exported:
     header, behind = container.unpack(bytes(data))
     # First, since the modules that register these also register pytrees, without which
     # jax.export can't read the program.
-    names = [Name(*name) for name in header.names]
+    names = [Name(name, version) for name, version in header.names]
     registry.require(names)
     try:
         exported = jax.export.deserialize(bytearray(behind))

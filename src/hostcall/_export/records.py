@@ -22,7 +22,7 @@ from types import MethodType, ModuleType
 from typing import Annotated, Any, Literal
 
 from hostcall import _jax
-from hostcall._core import options
+from hostcall._core import option_checks, options
 from hostcall._core.callback import CallSpec
 from hostcall._core.codec import Json, Malformed, Natural, NotPortable
 from hostcall._core.errors import LoadError
@@ -269,7 +269,7 @@ def equation_of(record: CallRecord) -> Equation:
 def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) -> Any:
     """The options of the place, checked by their table."""
     fields = CODEC.fields(record.options, cls.takes)
-    unfit = options.unfit(fields, options.table(cls.takes))
+    unfit = option_checks.unfit(fields, options.table(cls.takes))
     if unfit is not None:
         raise Malformed(f"the option {unfit}={fields[unfit]!r}")
     place_options: PlaceOptions = cls.takes(**fields)
@@ -282,7 +282,7 @@ def _options(record: CallRecord, cls: type[Equation], params: dict[str, Any]) ->
         place_options = replace(place_options, vmap_method=method)
     if place_options.arrays == "cuda":  # another kind of equation, which stays
         raise Malformed("the option arrays='cuda'")
-    refused = options.pair_refused(vars(place_options))
+    refused = option_checks.pair_refused(vars(place_options))
     if refused is not None:
         raise Malformed(refused)
     return place_options
@@ -303,7 +303,7 @@ def _check_policy(
     """Refuses an equation that does not go with how its function is run here."""
     met = place_options.met(policy.at_least())
     awaits = inspect_callable(function).awaits
-    refused = options.pair_refused({**met, "awaits": awaits})
+    refused = option_checks.pair_refused({**met, "awaits": awaits})
     if refused is not None:
         raise LoadError(
             f"hostcall: what the program does with {name_in(record) or 'a function'}"

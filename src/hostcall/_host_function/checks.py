@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hostcall._core.annotations import OfAnnotations
+from hostcall._core.array_values import is_array_like
 from hostcall._core.dimensions import Signature
 from hostcall._core.errors import DerivativeError, EscapeError, SpecError, without_code
 from hostcall._core.result_rules import avals_of, is_aval
-from hostcall._core.spec import is_array_like
 from hostcall._core.ufuncs import OfUfunc
 from hostcall._host_function.comparisons import (
     Ended,

@@ -219,6 +219,7 @@ def best_slopes(
         ]
         return list(map(np.asarray, code(*moved))), distance
 
+    # In proportion to the largest number, beside which a smaller step is rounded away.
     step = max([1.0, *map(largest, primals)]) / 16
     best: list[Slope] = []
     varies: list[np.ndarray] = []  # where a step so far saw each result change

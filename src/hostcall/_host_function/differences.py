@@ -11,10 +11,11 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import result_rules
+from hostcall._core.array_values import is_array_like
 from hostcall._core.errors import DerivativeError, SpecError
 from hostcall._core.host_code import HostCode
-from hostcall._core.options import SECONDS, check
-from hostcall._core.spec import is_array_like
+from hostcall._core.option_checks import check
+from hostcall._core.options import SECONDS
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import P, R, Rule, Tree, among
 from hostcall._host_function.trees import pick

@@ -29,7 +29,8 @@ from hostcall._core.host_code import (
     dress,
 )
 from hostcall._core.mistakes import parse_mask
-from hostcall._core.options import WHOLE, CallOptions, Policy, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import WHOLE, CallOptions, Policy
 from hostcall._core.signatures import signature_of
 from hostcall._core.source import inspect_callable, users_place
 from hostcall._core.spec import flatten_arguments, parse_fill, parse_result

@@ -14,7 +14,8 @@ from hostcall import _jax
 from hostcall._core import mistakes
 from hostcall._core.errors import SpecError, counted
 from hostcall._core.host_code import Handle
-from hostcall._core.options import CallOptions, Option, Policy, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import CallOptions, Option, Policy
 from hostcall._core.signatures import accepts, most_positions, signature_of
 from hostcall._core.source import inspect_callable, name_of
 from hostcall._core.spec import parse_result

@@ -26,6 +26,7 @@ of these files were read against and run with JAX 0.10.2 to 0.12.0.1.
     execution     what looks at each program before JAX runs it
     jaxprs        questions to jaxprs and equations, and ways to run them
     rewriting     puts equations into programs where they are lowered
+    rewritten_programs  which programs of a thread are rewritten
     fragments     the equations that are put in
     pauses        loops that pause between their steps
     while_parts   a scan as a while loop, for these

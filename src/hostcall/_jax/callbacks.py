@@ -39,8 +39,7 @@ def caller(
     program: Program,
     sharding: _t.Sharding | None,
     *,
-    partitioned: bool = False,
-    **_: object,
+    partitioned: bool,
 ) -> _t.Device | None:
     """The device whose callback runs where one device calls; None if several do, or if
     it is not known.
@@ -49,7 +48,7 @@ def caller(
     context = program.ctx.module_context.axis_context
     devices: Iterable[_t.Device] = ()
     if partitioned or isinstance(mesh, jax.sharding.AbstractMesh):
-        pass
+        pass  # each device calls, or nobody knows which there are
     elif mesh is not None:
         devices = mesh.devices.flat
     elif sharding is not None:
@@ -118,6 +117,7 @@ def parts_of_callback(
     """
     if isinstance(flat, _callback._FlatCallback):
         return flat.callback_func, flat.in_tree, {}
+    # A debug callback's is a function inside of another, whose variables it uses.
     code = getattr(flat, "__code__", None)
     names = getattr(code, "co_freevars", ())
     if names != ("callback", "in_tree", "static_args"):

@@ -176,6 +176,7 @@ def report_dispatch(results: Sequence[jax.Array], tokens: Sequence[Token]) -> No
 
 def _tokens_of(program: Executable) -> list[Token]:
     """The tokens that `program` left when the calling thread has just dispatched it."""
+    # Without any of these it leaves none: what stands below is of an earlier program.
     if not (
         program.has_unordered_effects
         or program.ordered_effects

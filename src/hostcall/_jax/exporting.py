@@ -157,6 +157,7 @@ def _custom_call(op: Operation) -> CustomCall:
     """Reads one custom call; `odd` names what hostcall never writes so."""
     attributes = {name: op.attributes[name] for name in op.attributes}
     count = len(op.operands)
+    # Where shapes are symbolic, the last operands are the shapes of the results.
     shapes = _numbers(attributes.get("indices_of_shape_operands"), count) or []
     config = attributes.get(_CONFIG)
     odd = [name for name in attributes if name not in _KNOWN]

@@ -76,6 +76,11 @@ class Inner(NamedTuple):
     def old(self) -> _t.Jaxpr:
         return open_jaxpr(self.jaxpr)
 
+    @property
+    def is_body(self) -> bool:
+        """Whether it is no condition of a while loop."""
+        return self.key != "cond_jaxpr"
+
 
 def inners(eqn: _t.JaxprEquation) -> list[Inner]:
     """The jaxprs of an equation that can be changed; a loop's body is the last."""

@@ -54,31 +54,29 @@ def custom_call(
         aliases: operand number -> number of the result that may take its memory.
     """
     ctx = program.ctx
-    config = _config(attributes)
-    # A token is an operand or a result like any other, in front of them.
+    # A token is an operand or a result like any other, in front of them. It has no
+    # axes, and an array's are in row-major order: the last one varies fastest.
+    of_token = range(0)
     tokens_in = 0 if token is None else 1
     tokens_out = 1 if returns_token else 0
-    operand_layouts = [range(0)] * tokens_in
+    operand_layouts = [of_token] * tokens_in
     operand_layouts += [range(operand.type.rank)[::-1] for operand in operands]
     avals_out = [*[_core.abstract_token] * tokens_out, *avals_out]
     types_out = [_ir_type(aval) for aval in avals_out]
-    result_layouts = [range(0)] * tokens_out
+    result_layouts = [of_token] * tokens_out
     result_layouts += [range(type_.rank)[::-1] for type_ in types_out[tokens_out:]]
     if aliases:
         aliases = {i + tokens_in: o + tokens_out for i, o in aliases.items()}
     sizes_out = None
-    if program.is_symbolic and has_symbolic(avals_out):  # XLA wants them as values
-        sizes_out = [
-            _src_mlir.eval_dynamic_shape_as_tensor(ctx, _core.physical_aval(aval).shape)
-            for aval in avals_out
-        ]
+    if program.is_symbolic and has_symbolic(avals_out):
+        sizes_out = _sizes_of(ctx, avals_out)
     # As `jax.ffi` does it, which takes twice as long.
     op = _src_mlir.custom_call(
         target,
         result_types=types_out,
         operands=operands if token is None else [token, *operands],
         api_version=4,
-        backend_config=config,
+        backend_config=_config(attributes),
         has_side_effect=has_side_effect,
         result_shapes=sizes_out,
         operand_output_aliases=aliases,
@@ -89,6 +87,16 @@ def custom_call(
         _mark_each_device(ctx, op)
     results = list(op.results)
     return (results[1:], results[0]) if returns_token else (results, None)
+
+
+def _sizes_of(ctx: LoweringContext, avals: Sequence[Aval]) -> list[Value]:
+    """The shapes of results as values of the program, which XLA wants if a size has a
+    name.
+    """
+    return [
+        _src_mlir.eval_dynamic_shape_as_tensor(ctx, _core.physical_aval(aval).shape)
+        for aval in avals
+    ]
 
 
 def _config(attributes: Mapping[str, str | int]) -> dict[str, _ir.Attribute]:

@@ -224,7 +224,7 @@ PATCHES: tuple[Patch, ...] = (
         part=Part.OBSERVE,
         when=When.OBSERVE,
         does="has JAX find out a program's devices before it is lowered in a block",
-        by=("rewriting.requiring_devices",),
+        by=("rewritten_programs.requiring_devices",),
         asked_in=_PXLA,
     ),
     Patch(
@@ -233,7 +233,7 @@ PATCHES: tuple[Patch, ...] = (
         part=Part.OBSERVE,
         when=When.OBSERVE,
         does="puts what a block observes into the programs that are lowered in it",
-        by=("rewriting.lowering_rewritten",),
+        by=("rewritten_programs.lowering_rewritten",),
         asked_in=_PXLA,
     ),
     Patch(

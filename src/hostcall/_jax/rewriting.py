@@ -14,36 +14,26 @@ stay as they are, and those of a function of the caller's are put between them:
 Not entered are loops over Refs, conditions of while loops whose rows differ, kernels,
 custom calls, and the small functions inside reductions, sorts and scatters.
 
-The first block has JAX ask this file about each program (patches.py).
+Which programs are rewritten is decided in rewritten_programs.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
-from hostcall._jax.devices import back_ends_started
 from hostcall._jax.door import core as _core
 from hostcall._jax.door import shard_map as _shard_map
-from hostcall._jax.door import util as _util
-from hostcall._jax.execution import ExecutionGuard
-from hostcall._jax.fast_dispatch import is_for_export
 from hostcall._jax.fragments import assigned, traced
-from hostcall._jax.installing import install, lost
 from hostcall._jax.jaxprs import LOOPS
-from hostcall._jax.needs import Part
-from hostcall._jax.patches import When
 from hostcall._jax.pauses import Pause, paused
 from hostcall._jax.places import EqnPath, meshes_of
 from hostcall._jax.versions import changed, open_jaxpr
@@ -167,159 +157,6 @@ def rewritten(jaxpr: _t.Jaxpr, uses: Sequence[Use]) -> _t.Jaxpr:
     return _with(jaxpr, new.eqns, program.invars, program.outvars)
 
 
-# --- Which programs -------------------------------------------------------------------
-
-# A thread's open blocks, each with its uses.
-_Blocks: TypeAlias = Sequence[Mapping[Hashable, Use]]
-
-
-class _Rewriting(ExecutionGuard):
-    """How the programs are rewritten that a thread lowers.
-
-    It is the thread's value of `jax_no_execution`, which is part of the keys of JAX's
-    caches. So programs that were compiled before are kept and found again after.
-
-    JAX hashes and compares this value in each dispatch. Methods for that would cost a
-    dispatch some microseconds, so blocks with equal keys share one object, and objects
-    are equal if they are the same.
-    """
-
-    def __init__(self, uses: Mapping[Hashable, Use], hidden_value: object) -> None:
-        super().__init__(hidden_value=hidden_value)
-        self.uses = uses
-
-
-# Those that a cache of JAX's or a thread has, by the hidden value and the uses' keys.
-_shared = weakref.WeakValueDictionary[tuple[Hashable, ...], _Rewriting]()
-
-
-class _Thread(threading.local):
-    """The open blocks of a thread, for each value that they have made its own: a host
-    function has another one, and its thread may be inside of other blocks.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: dict[_Rewriting, _Blocks] = {}
-
-
-_thread = _Thread()
-
-
-def _here() -> tuple[_Rewriting | None, object]:
-    """How this thread rewrites programs, if it does, and its value without that."""
-    value = jax.no_execution.get_local()
-    if isinstance(value, _Rewriting):
-        return value, value.hidden_value
-    return None, value
-
-
-def _blocks_here() -> _Blocks:
-    rewriting, _ = _here()
-    return () if rewriting is None else _thread.blocks.get(rewriting, ())
-
-
-def _uses_here() -> Mapping[Hashable, Use]:
-    rewriting, _ = _here()
-    return {} if rewriting is None else rewriting.uses
-
-
-def _set_blocks(blocks: _Blocks) -> None:
-    before, hidden_value = _here()
-    if before is not None:
-        _thread.blocks.pop(before, None)
-    if not blocks:
-        jax.no_execution.set_local(hidden_value)
-        return
-    uses = {key: use for block in blocks for key, use in block.items()}
-    key = hidden_value, *uses
-    new = _shared.setdefault(key, _Rewriting(uses, hidden_value))
-    _thread.blocks[new] = blocks
-    jax.no_execution.set_local(new)
-
-
-@contextlib.contextmanager
-def rewritten_by(uses: Mapping[Hashable, Use]) -> Iterator[None]:
-    """A block in which the programs that the calling thread lowers are rewritten, also
-    by these uses. Uses with equal keys put the same into a program.
-
-    Tasks or generators that interleave may leave blocks out of order.
-    """
-    install(When.OBSERVE)
-    _set_blocks((*_blocks_here(), uses))
-    try:
-        yield
-    finally:
-        _set_blocks([b for b in _blocks_here() if b is not uses])
-
-
-@contextlib.contextmanager
-def not_rewritten() -> Iterator[None]:
-    """A block in which the calling thread's programs are left alone."""
-    blocks = _blocks_here()
-    _set_blocks(())
-    try:
-        yield
-    finally:
-        _set_blocks(blocks)
-
-
-def requiring_devices(needs: Callable[..., Any]) -> Callable[..., bool]:
-    @functools.wraps(needs)
-    def needs_devices(jaxpr: _t.Jaxpr) -> bool:
-        # What is put into a program may need its devices, which JAX finds out before.
-        # A program that is only lowered may have none.
-        caller = sys._getframe(1)
-        if _blocks_here() and caller.f_locals.get("device_assignment") is not None:
-            return True
-        return bool(needs(jaxpr))
-
-    return needs_devices
-
-
-def lowering_rewritten(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Has JAX lower programs as the block around wants them."""
-
-    @_util.weakref_lru_cache
-    def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
-        uses = _uses_here()
-        if uses and not is_for_export(options):
-            jaxpr = rewritten(jaxpr, list(uses.values()))
-        return plain(jaxpr, *args, **options)
-
-    return lowered  # type: ignore[no-any-return]
-
-
-class _Looker:
-    """A use that only notes whether it is shown a program."""
-
-    is_shown = False
-
-    def look(self, level: Level) -> tuple[()]:
-        del level
-        self.is_shown = True
-        return ()
-
-
-def shows_programs() -> bool:
-    """Whether this JAX asks here about the programs that it lowers.
-
-    It is not asked to lower one before it has devices, which the caller may still
-    choose. Till then, that it has the function which is replaced has to do.
-    """
-    install(When.OBSERVE)
-    if lost(Part.OBSERVE) or not back_ends_started():
-        return not lost(Part.OBSERVE)
-    return _shows_one()
-
-
-@functools.cache
-def _shows_one() -> bool:
-    looker = _Looker()
-    with rewritten_by({looker: looker}):
-        jax.jit(lambda x: x).lower(0.0)
-    return looker.is_shown
-
-
 # --- Insert ---------------------------------------------------------------------------
 
 
@@ -377,16 +214,15 @@ def _insertion(
     assert not inputs or insertion.position == -1, (
         "only equations after it get the result"
     )
+    # An input that is replaced comes in under another name, and its own is that of the
+    # result. So only what is put before everything else may get the input.
     renamed |= {var: _core.Var(var.aval) for var in inputs}
-    operands = [
-        renamed.get(x, x)
-        if isinstance(x, _core.Var) and insertion.position == -1
-        else x
-        for x in insertion.operands
-    ]
-    return assigned(
-        *traced(insertion.fn, operands, is_apart=not inputs), insertion.results
-    )
+    operands: list[_t.Atom] = []
+    for operand in insertion.operands:
+        is_input = isinstance(operand, _core.Var) and insertion.position == -1
+        operands.append(renamed.get(operand, operand) if is_input else operand)
+    eqns, outs = traced(insertion.fn, operands, is_apart=not inputs)
+    return assigned(eqns, outs, insertion.results)
 
 
 def _with(
@@ -412,79 +248,149 @@ def _inside(
 ) -> list[_t.JaxprEquation]:
     """The equation, with its inner levels rewritten. A loop that pauses is another one.
 
-    These get the numbers of all loops' steps around as further inputs, since each is
-    one variable in all levels. A loop gets a counter in front of what it carries.
+    A variable belongs to one level. So what an inner level needs of the levels around
+    is one more constant of the equation, and one more input of the inner jaxpr:
+
+        further constants   the numbers of all loops' steps around, and what insertions
+                            need of this level
+        in front of what    the number of the loop's own step, and what it keeps for
+        a loop carries      insertions (`_Front`)
+
+    For example a scan with the constant k that carries c, in a loop whose step is i:
+
+        scan(k, c)        ->  scan(k, i, 0, c)
+        body(k, c) -> c'  ->  body(k, i, n, c) -> n + 1, c'
     """
     eqn = place.eqn
     inners = jaxprs.inners(eqn)
-    name = eqn.primitive.name
-    rows = inners[0].old.outvars[0].aval.shape if inners and name == "while" else ()
-    step = _core.Var(jax.core.ShapedArray(rows, np.dtype(np.int32)))
-    starts, count, nexts = _counter(eqn, step) if name in LOOPS else ([], [], [])
-    counter = [step] * len(starts)
+    rows = _rows_of(eqn, inners)
+    front = _front_of(eqn, rows)
+    counter = tuple(front.at_begin)  # the loop keeps nothing yet
     operands = list(eqn.invars)
     is_same = True
-    kept_values: list[LoopState] = []
     pause: Pause | None = None
-    new = dict[str, list[_t.Jaxpr]]()
+    new_jaxprs = dict[str, list[_t.Jaxpr]]()
     n_further = dict[str, int]()
-    for key, jaxpr, begin, end in reversed(inners):  # positions before it stay
-        old = open_jaxpr(jaxpr)
-        at = end - begin
-        is_body = key != "cond_jaxpr"
-        further: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
-        running = None
-        eqns = old.eqns
-        outvars = old.outvars
-        new_inner = None
-        if rows and is_body:  # under vmap, they stop one by one
-            tests = [_core.Var(x.aval) for x in eqn.invars[:begin]]
-            further |= zip(tests, eqn.invars, strict=False)
-            running = inners[0].jaxpr, [*tests, *old.invars[at:]]
-        if is_body or not rows:  # JAX would compute that condition twice a step
-            kind = name if is_body else "condition"
+    # The last is first: the operands before it keep their positions, and the condition
+    # of a loop gets what its body has put in front.
+    for inner in reversed(inners):
+        further, running = _further(eqn, inner, level, is_masked=bool(rows))
+        new_level = None
+        # JAX would compute a condition whose rows differ twice a step.
+        if inner.is_body or not rows:
+            kind = eqn.primitive.name if inner.is_body else "condition"
             steps = (*level.steps, *counter)
-            new_inner = _rewritten(Level(old, kind, place, steps, running, level), uses)
-        is_same &= new_inner is None
-        invars = list(old.invars)
-        if new_inner is not None:
-            eqns = new_inner.eqns
-            invars = [new_inner.renamed.get(x, x) for x in old.invars]
-            further |= {var: var for var in new_inner.outer}
-            kept_values += new_inner.states
-            pause = new_inner.pause
-        if is_body:
-            eqns = [*eqns, *count]
-            outvars = [
-                *nexts,
-                *(kept_value.next for kept_value in kept_values),
-                *outvars,
-            ]
-        front = [*counter, *(kept_value.var for kept_value in kept_values)]
-        invars = [*invars[:at], *further, *front, *invars[at:]]
-        new.setdefault(key, []).insert(0, _with(jaxpr, eqns, invars, outvars))
-        if key not in n_further:
-            n_further[key] = len(further)
-            first = (
-                [*starts, *(kept_value.start for kept_value in kept_values)]
-                if is_body
-                else []
-            )
-            operands[end:end] = [*further.values(), *first]
+            inner_level = Level(inner.old, kind, place, steps, running, level)
+            new_level = _rewritten(inner_level, uses)
+        if new_level is not None:
+            is_same = False
+            further |= {var: var for var in new_level.outer}
+            front.keep(new_level.states)
+            pause = new_level.pause
+        new_jaxpr = _with_further(inner, new_level, further, front)
+        new_jaxprs.setdefault(inner.key, []).insert(0, new_jaxpr)
+        # The branches of a cond share their operands.
+        if inner.key not in n_further:
+            n_further[inner.key] = len(further)
+            starts = front.starts if inner.is_body else []
+            operands[inner.end : inner.end] = [*further.values(), *starts]
     if is_same:
         return [eqn]
-    front = [*counter, *(kept_value.var for kept_value in kept_values)]
-    new_eqn = jaxprs.replaced(eqn, new, n_further, len(front))
-    outvars = [*(_core.DropVar(x.aval) for x in front), *eqn.outvars]
-    new_eqn = new_eqn.replace(invars=operands, outvars=outvars)
-    return [new_eqn] if pause is None else paused(new_eqn, pause, len(kept_values))
+    new_eqn = jaxprs.replaced(eqn, new_jaxprs, n_further, len(front.at_begin))
+    front_results = [_core.DropVar(var.aval) for var in front.at_begin]
+    new_eqn = new_eqn.replace(invars=operands, outvars=[*front_results, *eqn.outvars])
+    if pause is None:
+        return [new_eqn]
+    n_kept = len(front.at_begin) - len(counter)
+    return paused(new_eqn, pause, n_kept)
 
 
-def _counter(
-    eqn: _t.JaxprEquation, step: _t.Var
-) -> tuple[list[_t.Atom], list[_t.JaxprEquation], list[_t.Atom]]:
-    """The first number of a loop's steps, and how to compute the next."""
+def _rows_of(eqn: _t.JaxprEquation, inners: list[jaxprs.Inner]) -> tuple[int, ...]:
+    """The rows of a while loop that stop one by one, as under vmap; () if all its rows
+    stop together, and for any other equation.
+    """
+    if not inners or eqn.primitive.name != "while":
+        return ()
+    condition = inners[0].old
+    goes_on = condition.outvars[0].aval
+    return tuple(goes_on.shape)
+
+
+@dataclass
+class _Front:
+    """What a loop carries in front of its own values; nothing of another equation.
+
+    The number of its step is first, then what it keeps for insertions.
+
+    Attributes:
+        at_begin: the variables at the beginning of a step.
+        starts: what each is in the first step.
+        nexts: what each is in the next step.
+        counting: the equations that make the number of the next step.
+    """
+
+    at_begin: list[_t.Var]
+    starts: list[_t.Atom]
+    nexts: list[_t.Atom]
+    counting: list[_t.JaxprEquation]
+
+    def keep(self, states: Sequence[LoopState]) -> None:
+        for state in states:
+            self.at_begin.append(state.var)
+            self.starts.append(state.start)
+            self.nexts.append(state.next)
+
+
+def _front_of(eqn: _t.JaxprEquation, rows: tuple[int, ...]) -> _Front:
+    """The number of a loop's step, one for each of these rows."""
+    if eqn.primitive.name not in LOOPS:
+        return _Front([], [], [], [])
+    step = _core.Var(jax.core.ShapedArray(rows, np.dtype(np.int32)))
     is_reverse = eqn.params.get("reverse", False)
-    start = np.full(step.aval.shape, eqn.params["length"] - 1 if is_reverse else 0)
+    start = np.full(rows, eqn.params["length"] - 1 if is_reverse else 0)
     first = _core.Literal(start.astype(np.int32)[()], step.aval)
-    return [first], *traced(lambda i: [i - 1 if is_reverse else i + 1], [step])
+    counting, nexts = traced(lambda i: [i - 1 if is_reverse else i + 1], [step])
+    return _Front([step], [first], list(nexts), list(counting))
+
+
+def _further(
+    eqn: _t.JaxprEquation, inner: jaxprs.Inner, level: Level, is_masked: bool
+) -> tuple[dict[_t.Var, _t.Atom], tuple[_t.Jaxpr, list[_t.Var]] | None]:
+    """(the further constants of an inner jaxpr, by its variables; `Level.running`).
+
+    `is_masked`: the rows of a while loop stop one by one. Its condition tells in its
+    body which of them still run. The body has no constants of the condition, so they
+    are among the further ones.
+    """
+    further: dict[_t.Var, _t.Atom] = {var: var for var in level.steps}
+    if not (is_masked and inner.is_body):
+        return further, None
+    condition, body = jaxprs.inners(eqn)
+    consts = eqn.invars[: body.begin]
+    tests = [_core.Var(const.aval) for const in consts]
+    carried = body.old.invars[body.end - body.begin :]
+    further |= zip(tests, consts, strict=True)
+    return further, (condition.jaxpr, [*tests, *carried])
+
+
+def _with_further(
+    inner: jaxprs.Inner,
+    new_level: _Level | None,
+    further: Iterable[_t.Var],
+    front: _Front,
+) -> _t.Jaxpr:
+    """An inner jaxpr with its new equations, if it has any, and with further inputs."""
+    eqns = inner.old.eqns
+    invars = list(inner.old.invars)
+    outvars = inner.old.outvars
+    if new_level is not None:
+        eqns = new_level.eqns
+        invars = [new_level.renamed.get(var, var) for var in invars]
+    if inner.is_body:
+        eqns = [*eqns, *front.counting]
+        outvars = [*front.nexts, *outvars]
+    n_consts = inner.end - inner.begin
+    consts = invars[:n_consts]
+    carried = invars[n_consts:]
+    inputs = [*consts, *further, *front.at_begin, *carried]
+    return _with(inner.jaxpr, eqns, inputs, outvars)

@@ -178,6 +178,7 @@ def read_traced(as_json: object) -> Traced | None:
             parsed = setting._parser(value)
         except (TypeError, ValueError):
             return None
+        # A parser may take other values too, and change them.
         plain = _plain(parsed)
         if type(plain) is not type(value) or plain != value:
             return None

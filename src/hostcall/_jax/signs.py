@@ -236,6 +236,8 @@ def take_sign(program: _t.Executable, results: list[Any]) -> Dispatched:
         hidden = results[-1:]
         results = results[:-1]
     candidates = hidden or results
+    # The smallest, since it is kept until the program has ended. Typed keys, which are
+    # no plain arrays, come last.
     sizes = [
         x.nbytes if isinstance(x, _xla_client.ArrayImpl) else _SMALL + 1
         for x in candidates
@@ -301,7 +303,7 @@ def fast_path_data(plain: Callable[..., Any]) -> Callable[..., Any]:
     def data(*args: Any, **named: Any) -> Any:
         fast_path = plain(*args, **named)
         layouts = fast_path.in_device_local_layouts
-        if not isinstance(layouts, _Layouts):
+        if not isinstance(layouts, _Layouts):  # the program leaves no sign
             return fast_path
         tree = fast_path.out_pytree_def
         plans = b"" if _runs_code_of_users(tree) else layouts.plans

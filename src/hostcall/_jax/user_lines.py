@@ -56,8 +56,9 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
     inside: list[Hashable] = []
     for code, at in zip(*traceback.raw_frames(), strict=True):
         if code.co_filename.startswith(_JAX):
-            if code.co_name in _TRACES:
+            if code.co_name in _TRACES:  # the frames behind it are around the jaxpr
                 break
+            # It belongs to the user's frame that comes next, which has called it.
             if code.co_name in _DIFFERENTIATE:
                 differentiates = code.co_name
             elif code.co_name == "vjp" and code.co_filename == _API:

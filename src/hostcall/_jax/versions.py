@@ -49,9 +49,12 @@ def changed(
     that follow from these.
     """
     inner = open_jaxpr(jaxpr)
-    names = "constvars", "invars", "outvars", "eqns"
-    of = [changes.get(name, getattr(inner, name)) for name in names]
-    changes["effects"] = _src_pe.make_jaxpr_effects(*of)
+    changes["effects"] = _src_pe.make_jaxpr_effects(
+        changes.get("constvars", inner.constvars),
+        changes.get("invars", inner.invars),
+        changes.get("outvars", inner.outvars),
+        changes.get("eqns", inner.eqns),
+    )
     changed_consts = {} if consts is None else {"consts": list(consts)}
     if inner is jaxpr:
         return jaxpr.replace(**changes, **changed_consts)
@@ -178,8 +181,10 @@ def lower_jaxpr(
 
 
 def set_sharding(ctx: Any, op: Any, sharding: Any) -> None:
-    context = () if JAX_VERSION < (0, 10, 1) else (ctx.module_context,)
-    _src_mlir.set_sharding(*context, op, sharding)
+    if JAX_VERSION < (0, 10, 1):
+        _src_mlir.set_sharding(op, sharding)
+    else:
+        _src_mlir.set_sharding(ctx.module_context, op, sharding)
 
 
 def built(ctx: Any, shardings: Any) -> Any:

@@ -208,6 +208,8 @@ def _split(params: _t.Params, unknown: Flags, keeps_all: bool = False) -> _Split
     known_cond, cond, unknown_test = _parted(
         params["cond_jaxpr"], of_cond + carry, [False]
     )
+    # Without the test the first loop can't run, and without a known operand it has
+    # nothing to compute.
     if unknown_test != [False] or all(unknown):
         return None
     first = {
@@ -323,6 +325,8 @@ def _while_partial_eval(
     first = _while_p.bind(*known, **split.first)
     operands = list(compress(tracers, split.used_ins))
     second = trace.default_process_primitive(_while_p, operands, split.second)
+    # The second loop may compute known values too, which it needs itself. As results
+    # those of the first are taken.
     second_results = iter(compress(second, compress(split.outs, split.used_outs)))
     known_results = iter(first)
     return [

@@ -91,7 +91,7 @@ def _of_scan(eqn: _t.JaxprEquation) -> WhileLoop:
     step_jaxpr = eqn.params["jaxpr"]
     inner = open_jaxpr(step_jaxpr)
     carry = inner.invars[n_consts:first_input]
-    step = carry[0]
+    step = carry[0]  # a rewritten loop carries its number in front (rewriting.py)
     inputs = [same_type(x) for x in eqn.invars[first_input:]]
     reading = _reading(step, inputs, inner.invars[first_input:])
     stacks = [same_type(x) for x in eqn.outvars[n_carry:]]

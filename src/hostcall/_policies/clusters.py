@@ -83,6 +83,7 @@ class DaskClient(Workers):
 
         end = time.monotonic() + seconds
         fine = ("pending", "finished")
+        # One after another, so that a failure ends the wait for all.
         awaited = [task for task in tasks if not task.done()]
         try:
             while awaited and all(task.status in fine for task in tasks):

@@ -339,7 +339,7 @@ class RunningRows:
                 )
             raise error
         finally:
-            del error
+            del error  # its traceback has this frame, which would keep it alive
 
     # --- On threads of the executor, if it runs them in this process -----------------
 

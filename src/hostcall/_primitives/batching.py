@@ -37,7 +37,11 @@ Batched = tuple[Sequence[jax.Array], Sequence[int | None]]
 
 def size_of(operands: Operands, dims: Dims) -> int:
     """The number of rows; symbolic in an export with symbolic shapes."""
-    (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
+    (size,) = {  # the operands that have a batch axis agree on its size
+        operand.shape[dim]
+        for operand, dim in zip(operands, dims, strict=True)
+        if dim is not None
+    }
     return size  # type: ignore[no-any-return]
 
 
@@ -115,24 +119,35 @@ def _batch_whole(
             ' lend=True, or vmap_method="sequential"'
         )
     widened = []
-    for number, (x, flag) in enumerate(zip(operands, flags, strict=True)):
+    for number, (operand, has_axis) in enumerate(zip(operands, flags, strict=True)):
         if params.masked and number == 0:
-            widened.append(_widen_mask(x, flag, levels))
-        elif flag or method == "legacy_vectorized":
-            widened.append(x)
+            widened.append(_widen_mask(operand, has_axis, levels))
+        elif has_axis or method == "legacy_vectorized":
+            widened.append(operand)
         elif method == "expand_dims":
-            widened.append(jnp.expand_dims(x, 0))
+            widened.append(jnp.expand_dims(operand, 0))
         else:
-            widened.append(jnp.broadcast_to(x, (size, *jnp.shape(x))))
-    avals = tuple(a.update(shape=(size, *a.shape)) for a in params.avals)
+            assert method == "broadcast_all", "WHOLE has three methods"
+            widened.append(jnp.broadcast_to(operand, (size, *jnp.shape(operand))))
+    avals = tuple(aval.update(shape=(size, *aval.shape)) for aval in params.avals)
     return bind(*widened, params=replace(params, avals=avals, levels=levels + 1))
 
 
-def _widen_mask(mask: jax.Array, flag: bool, levels: int) -> jax.Array:
-    """A mask is a scalar for the whole batch, or has one axis for each level."""
-    if flag:
-        return mask.reshape(mask.shape + (1,) * levels) if mask.ndim == 1 else mask
-    return jnp.expand_dims(mask, 0) if mask.ndim > 0 else mask
+def _widen_mask(mask: jax.Array, has_axis: bool, levels: int) -> jax.Array:
+    """The mask for one more level, whose axis is in front if `has_axis`.
+
+    A mask is a scalar for the whole batch, or has one axis for each level, of size 1
+    where it does not differ between the rows. With one level so far:
+
+        has_axis   (3,)    ->  (3, 1)    it was a scalar
+        has_axis   (3, 4)  ->  (3, 4)
+        not        (4,)    ->  (1, 4)
+        not        ()      ->  ()
+    """
+    if not has_axis:
+        return jnp.expand_dims(mask, 0) if mask.ndim > 0 else mask
+    was_scalar = mask.ndim == 1
+    return mask.reshape(mask.shape + (1,) * levels) if was_scalar else mask
 
 
 def batch_by_rule(
@@ -148,7 +163,8 @@ def batch_by_rule(
     returns.
     """
     name, template, results = trees
-    if len(operands) > len(template.keys):  # one more, the mask
+    is_masked = len(operands) > len(template.keys)
+    if is_masked:
         raise BatchingError(
             f"hostcall: `{name}` has where= and a vmap_method of your own."
             " The mask could not reach your rule: give the rule to a call without"
@@ -156,8 +172,13 @@ def batch_by_rule(
         )
     leaves = wrap_keys(in_front(operands, dims), template.keys)
     args, kwargs = template.unflatten(leaves)
-    in_args, in_kwargs = template.unflatten([d is not None for d in dims])
-    in_batched = (*in_args, in_kwargs) if kwargs else tuple(in_args)
+    flags = [dim is not None for dim in dims]
+    args_batched, kwargs_batched = template.unflatten(flags)
+    # As JAX's custom_vmap gives it: a tree like the arguments, which are positional.
+    # Keywords come as one dict behind them.
+    in_batched = tuple(args_batched)
+    if kwargs:
+        in_batched = (*in_batched, kwargs_batched)
     answer = rule(size, in_batched, *args, **kwargs)
     rule_name = f"the vmap_method of `{name}`"
     outs, marks = batched_results(
@@ -178,31 +199,7 @@ def batched_results(
         avals: the avals of one row of the result.
         rule_name: by which errors call the rule.
     """
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise BatchingError(
-            f"hostcall: {rule_name} should return (result, batched), got"
-            f" {type(answer).__name__}. `batched` says for each leaf of the result"
-            " whether it has the batch as its first axis: True for all of them, or a"
-            " tree like the result"
-        )
-    out, batched = answer
-    try:
-        leaves = treedef.flatten_up_to(out)
-        if not all(map(jax.tree_util.all_leaves, ([x] for x in leaves))):
-            raise ValueError(f"got {jax.tree_util.tree_structure(out)}")
-        marks = [batched] * len(leaves)
-        if not isinstance(batched, bool):
-            marks = treedef.flatten_up_to(batched)
-    except (ValueError, TypeError) as error:
-        raise BatchingError(
-            f"hostcall: {rule_name} should return (result, batched) in the structure of"
-            f" the result, {treedef}: {error}"
-        ) from error
-    if not all(isinstance(mark, bool) for mark in marks):
-        raise BatchingError(
-            f"hostcall: {rule_name} should say with True or False which results are"
-            f" batched, got {batched!r}"
-        )
+    leaves, marks = _marked_leaves(answer, treedef, rule_name)
     outs = []
     for leaf, mark, aval in zip(leaves, marks, avals, strict=True):
         is_key = isinstance(leaf, jax.Array) and _jax.is_key_dtype(leaf.dtype)
@@ -217,3 +214,36 @@ def batched_results(
             )
         outs.append(leaf)
     return outs, marks
+
+
+def _marked_leaves(
+    answer: Any, treedef: TreeDef, rule_name: str
+) -> tuple[list[Any], list[bool]]:
+    """The leaves of what a rule returned, and for each whether it is batched."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise BatchingError(
+            f"hostcall: {rule_name} should return (result, batched), got"
+            f" {type(answer).__name__}. `batched` says for each leaf of the result"
+            " whether it has the batch as its first axis: True for all of them, or a"
+            " tree like the result"
+        )
+    out, batched = answer
+    try:
+        leaves = treedef.flatten_up_to(out)
+        # `flatten_up_to` takes a container where the result has a leaf.
+        if not all(jax.tree_util.all_leaves([leaf]) for leaf in leaves):
+            raise ValueError(f"got {jax.tree_util.tree_structure(out)}")
+        marks = [batched] * len(leaves)
+        if not isinstance(batched, bool):
+            marks = treedef.flatten_up_to(batched)
+    except (ValueError, TypeError) as error:
+        raise BatchingError(
+            f"hostcall: {rule_name} should return (result, batched) in the structure of"
+            f" the result, {treedef}: {error}"
+        ) from error
+    if not all(isinstance(mark, bool) for mark in marks):
+        raise BatchingError(
+            f"hostcall: {rule_name} should say with True or False which results are"
+            f" batched, got {batched!r}"
+        )
+    return leaves, marks

@@ -54,20 +54,21 @@ link_p = _jax.Primitive("host_link")
 
 
 def _link_abstract_eval(
-    number: Aval, *, equation: Partitioned, name: str
+    number: Aval, *, partitioned: Partitioned, name: str
 ) -> tuple[Aval, frozenset[Effect]]:
     del number, name
-    return NUMBER, effects_with(equation.params.effect)
+    return NUMBER, effects_with(partitioned.params.effect)
 
 
 def _lower_link(
-    ctx: LoweringContext, number: Value, *, equation: Partitioned, name: str
+    ctx: LoweringContext, number: Value, *, partitioned: Partitioned, name: str
 ) -> list[Value]:
     # The link behind the parts carries the name of the whole (see `Partitioned`).
     if name:
         _jax.name_partitioning(number, name)
-    call = EngineCall(_jax.program_of(ctx), targets.LINK_TARGET, {}, True)
-    return call.emit([number], equation.params.effect)
+    program = _jax.program_of(ctx)
+    call = EngineCall(program, targets.LINK_TARGET, {}, has_side_effect=True)
+    return call.emit([number], partitioned.params.effect)
 
 
 link_p.def_effectful_abstract_eval(_link_abstract_eval)
@@ -76,12 +77,13 @@ _jax.register_lowering(link_p, _lower_link)
 
 # --- The part of one device -----------------------------------------------------------
 
-# What an equation says of each device of its program, and finds in the block's text.
-Places = Sequence[Any]  # JSON
+# What a part says of the devices of its program, as JSON. The compiler's choice makes
+# it (`Partitioned.places`), the text of the block has it, and the plan is made of it.
+Places = Sequence[Any]
 
 
 class Partitioned(abc.ABC):
-    """What the parts of one equation without results share.
+    """The whole equation, without results, as its parts have it.
 
     It is a parameter of their equations, and is compared by identity. The name of the
     whole call is put into the program when that is lowered. The compiler then adds to
@@ -89,11 +91,10 @@ class Partitioned(abc.ABC):
     for its plan when it loads the program. So a program from the compilation cache,
     for which no compiler asks again, finds its plans too.
 
-    The order of the equation is "unordered" or "ordered". `target` is that of the
-    custom call of one device.
+    The order of the equation is "unordered" or "ordered".
     """
 
-    target: ClassVar[str]
+    target: ClassVar[str]  # the handler of one device's custom call
 
     def __init__(
         self,
@@ -103,10 +104,11 @@ class Partitioned(abc.ABC):
         job: Failures | None = None,
         nested: bool = False,
     ) -> None:
-        """
+        """Puts the plan of the whole into a slot.
+
         Args:
             program: the program.
-            params: the whole equation.
+            params: the parameters of the whole equation.
             job: as in `Placement`.
             nested: as in `Placement`.
         """
@@ -120,6 +122,7 @@ class Partitioned(abc.ABC):
         self._client = program.client
         self._platforms = program.platforms
         self._avals = _jax.physical_avals(program.ctx.avals_in)
+        # No device calls by this plan. It only leads to those of the blocks.
         placement = replace(self.placement, plan_of_block=self.plan_of_block)
         self.attributes = make_slot(program, params, placement, self._avals)
 
@@ -159,14 +162,14 @@ block_p = _jax.Primitive("host_block")
 
 
 def _block_abstract_eval(
-    *operands: Aval, equation: Partitioned, places: Places
+    *operands: Aval, partitioned: Partitioned, places: Places
 ) -> Aval:
-    del operands, equation, places
+    del operands, partitioned, places
     return NUMBER
 
 
 def _lower_block(
-    ctx: LoweringContext, *operands: Value, equation: Partitioned, places: Places
+    ctx: LoweringContext, *operands: Value, partitioned: Partitioned, places: Places
 ) -> list[Value]:
     """Emits the custom call of one device, which takes and returns the number.
 
@@ -175,8 +178,9 @@ def _lower_block(
     shapes = [aval.shape for aval in _jax.physical_avals(ctx.avals_in[1:])]
     block = json.dumps({"shapes": shapes, "places": places}, separators=(",", ":"))
     # The slot is that of the whole; the engine keeps a plan for each text beside it.
-    attributes = {**equation.attributes, "block": block}
-    call = EngineCall(_jax.program_of(ctx), equation.target, attributes, True)
+    attributes = {**partitioned.attributes, "block": block}
+    program = _jax.program_of(ctx)
+    call = EngineCall(program, partitioned.target, attributes, has_side_effect=True)
     return call.emit(operands, None)
 
 
@@ -188,22 +192,25 @@ _jax.register_lowering(block_p, _lower_block)
 
 
 def lower_blocks(
-    program: _jax.Program, operands: Sequence[Value], equation: Partitioned
+    program: _jax.Program, operands: Sequence[Value], partitioned: Partitioned
 ) -> list[Value]:
     """Lowers an equation without results to its three parts."""
     # As unique as the equation's own name, and the same in each process.
-    name = "hostcall {key} {count}".format(**equation.attributes)
+    name = "hostcall {key} {count}".format(**partitioned.attributes)
 
     def parts(*arrays: jax.Array) -> list[jax.Array]:
-        start = link_p.bind(jnp.int32(0), equation=equation, name="")
-        ran = _partitioned(equation)(start, *arrays)
-        link_p.bind(ran, equation=equation, name=name)
+        start = link_p.bind(jnp.int32(0), partitioned=partitioned, name="")
+        ran = _by_compiler(partitioned)(start, *arrays)
+        link_p.bind(ran, partitioned=partitioned, name=name)
         return []
 
     return _jax.lower_by(program.ctx, parts, *operands)
 
 
-def _partitioned(equation: Partitioned) -> Callable[..., jax.Array]:
+def _by_compiler(partitioned: Partitioned) -> Callable[..., jax.Array]:
+    """The middle part: a function of the number and the whole values, which the
+    compiler replaces on each device by `block_p` on the blocks that it chose.
+    """
     # Imported here because it takes 10 ms, which most programs need not pay.
     from jax.experimental.custom_partitioning import (
         SdyShardingRule,
@@ -213,16 +220,16 @@ def _partitioned(equation: Partitioned) -> Callable[..., jax.Array]:
     @custom_partitioning
     def parts(number: jax.Array, *arrays: jax.Array) -> jax.Array:
         """What stands in the program until it is partitioned."""
-        return block_p.bind(number, *arrays, equation=equation, places=())
+        return block_p.bind(number, *arrays, partitioned=partitioned, places=())
 
     def partition(
         mesh: Mesh, args: Sequence[Shaped], result: Shaped
     ) -> tuple[Mesh, Callable[..., jax.Array], Sharding, tuple[Sharding, ...]]:
-        everywhere = args[0].sharding
+        everywhere = args[0].sharding  # of the number, which all devices have
         shapes = [arg.shape for arg in args[1:]]
         shardings = [_even(arg, everywhere) for arg in args[1:]]
-        places = equation.places(everywhere, shardings, shapes)
-        on_device = partial(block_p.bind, equation=equation, places=places)
+        places = partitioned.places(everywhere, shardings, shapes)
+        on_device = partial(block_p.bind, partitioned=partitioned, places=places)
         return mesh, on_device, result.sharding, (everywhere, *shardings)
 
     def rule(

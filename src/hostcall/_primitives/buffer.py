@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from hostcall import _jax
 from hostcall._core.callback import CallSpec
-from hostcall._core.options import CallOptions, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import CallOptions
 from hostcall._core.spec import Opaque
 from hostcall._engine.gpu_arrays import OnDevice
 from hostcall._engine.params.buffer import BufferParams
@@ -29,26 +30,31 @@ from hostcall._primitives.eager import (
     compile_alone,
     is_compiled,
 )
-from hostcall._primitives.lowering import refuse_some_axes, start_lowering
+from hostcall._primitives.lowering import start_lowering
+from hostcall._primitives.some_axes import refuse_some_axes
 
 
 def _impl(*operands: jax.Array, params: BufferParams) -> list[jax.Array]:
-    """Compiles the equation, except at a function's first call on the CPU."""
+    """Compiles the equation, except at a function's first call on the CPU.
+
+    On a GPU, only a program has a stream for the function to work on.
+    """
     if not _on_host(operands) or is_compiled(operands, params):
         return compile_alone(buffer_p, operands, params)
     return call_now(*as_jax_takes(operands), params=params)
 
 
 def _on_host(operands: Operands) -> bool:
+    """Whether a call with these operands runs on one CPU device."""
     devices = {
         device
         for operand in operands
         if isinstance(operand, jax.Array) and operand.committed
         for device in operand.devices()
     }
-    return len(devices) <= 1 and all(
-        device.platform == "cpu" for device in devices or {_jax.here()}
-    )
+    # Without a committed operand the call runs on the default device.
+    homes = devices or {_jax.here()}
+    return len(homes) == 1 and all(device.platform == "cpu" for device in homes)
 
 
 buffer_p = call.define("buffer_callback", _impl, call.would_run_twice)
@@ -63,12 +69,14 @@ def make(
 ) -> list[jax.Array]:
     """Binds a call with arrays="cuda", which works on a GPU's memory."""
     options = cast(CallOptions, callback.options)
-    method = options.vmap_method
+    # Which of the place's options and of the function's policy may not meet.
     check(f"`{callback.name}`", options.met(callback.policy.at_least(), mask), {})
+    method = options.vmap_method or "sequential"
     on_device = replace(
         callback,
         fn=Opaque(OnDevice(callback.fn, callback.results, callback.name)),
-        options=replace(options, arrays="numpy", vmap_method=method or "sequential"),
+        # For the engine the arrays are Buffers, which need no conversion.
+        options=replace(options, arrays="numpy", vmap_method=method),
     )
     avals = callback.results.avals
     params = BufferParams(callback=on_device, avals=avals, masked=False)

@@ -28,11 +28,11 @@ from hostcall._primitives.chosen import chosen_in
 from hostcall._primitives.eager import call_now, row_major
 from hostcall._primitives.lowering import (
     EngineCall,
-    emit_through_jax,
     job_of,
     make_slot,
     register,
 )
+from hostcall._primitives.through_jax import emit_through_jax
 
 P = TypeVar("P", bound=CallParams)
 
@@ -44,8 +44,11 @@ def define(
 ) -> Primitive:
     """A primitive of calls, with the rules that all kinds of calls share.
 
-    `would_run_twice` is the error of a while loop that would run the call once more for
-    a derivative.
+    Args:
+        name: of the primitive.
+        impl: makes an eager call.
+        would_run_twice: makes the error of a while loop that would run the call once
+            more for a derivative, from the call's equation.
     """
     primitive = _jax.Primitive(name)
     primitive.multiple_results = True
@@ -59,7 +62,8 @@ def _abstract_eval(
     *operands: Aval, params: CallParams
 ) -> tuple[list[Aval], frozenset[Effect]]:
     effects = effects_with(params.effect)
-    return _jax.result_avals(params.out_avals, operands, not effects), effects
+    is_pure = not effects
+    return _jax.result_avals(params.out_avals, operands, is_pure), effects
 
 
 def would_run_twice(equation: dict[str, CallParams]) -> errors.DerivativeError:
@@ -131,15 +135,15 @@ def _why_and_what(params: CallParams) -> str:
             f"Write {rule}, f.defjvp(rule), or hc.derivatives.finite_difference(f)"
             " without one."
         )
-    begin = (
+    reason = (
         f"It has order={params.options.order!r}, and derivatives run a function again,"
         " or not at all."
     )
     if not params.avals:
         return (
-            f"{begin} To send values out under derivatives, write hc.tap({name}, ...)."
+            f"{reason} To send values out under derivatives, write hc.tap({name}, ...)."
         )
-    return f"{begin} If it needs no order, write {rule}."
+    return f"{reason} If it needs no order, write {rule}."
 
 
 def _no_transpose(params: CallParams) -> errors.DerivativeError:
@@ -219,13 +223,16 @@ def lower_through_jax(
     def planned(
         device: Device | None, operands: Sequence[Aval | np.ndarray]
     ) -> tuple[CallHooks, Plan]:
-        shapes = tuple(operand.shape for operand in operands)  # blocks differ in them
+        # With partitioned=True a device's blocks may have other shapes than the whole.
+        shapes = tuple(operand.shape for operand in operands)
         if (device, shapes) not in plans_by_device:
             placement = placed_through_jax(program, device, job)
             hooks = params.hooks(params, placement)
-            plans_by_device[device, shapes] = hooks, plans.make_plan(hooks, operands)
+            plan = plans.make_plan(hooks, operands)
+            plans_by_device[device, shapes] = (hooks, plan)
         return plans_by_device[device, shapes]
 
+    # So that an error of the plan is raised while the program is lowered.
     planned(None, _jax.physical_avals(program.ctx.avals_in))
 
     def run(device: Device | None, *arrays: jax.Array) -> list[np.ndarray]:

@@ -70,13 +70,17 @@ def _impl(*operands: jax.Array, params: DropInParams) -> list[jax.Array]:
 
 
 def _at_home(operands: Operands, params: DropInParams) -> bool:
-    """Whether JAX would find nothing to refuse about the operands' devices."""
-    places = {
+    """Whether JAX would find nothing to refuse about the operands' devices.
+
+    JAX refuses operands that are committed to different devices, and some of what
+    `sharding=` may say.
+    """
+    device_sets = {
         frozenset(operand.devices())
         for operand in operands
         if isinstance(operand, jax.Array) and operand.committed
     }
-    return params.options.sharding is None and len(places) <= 1
+    return params.options.sharding is None and len(device_sets) <= 1
 
 
 def _open_keys(
@@ -157,10 +161,10 @@ def lower(ctx: LoweringContext, *operands: Value, params: DropInParams) -> list[
             program, *operands, params=params, partitioned=params.partitioned
         )
     if params.partitioned and program.is_partitioned:
-        # A part's plan is made when the program is loaded, too late to say this.
-        equation = CallBlocks(program, params)
+        call_blocks = CallBlocks(program, params)
+        # Said here, since a part's plan is made when the program is loaded.
         _jax.run_where_dispatched(program)
-        return lower_blocks(program, operands, equation)
+        return lower_blocks(program, operands, call_blocks)
     place = _jax.place_of_callback(ctx, params.options.sharding)
     if program.is_partitioned:
         _jax.mark_place(ctx, place)
@@ -188,7 +192,7 @@ def _lower_once_along(
 
 
 class CallBlocks(Partitioned):
-    """What the parts of a call share."""
+    """A call with partitioned=True."""
 
     target = targets.TARGET
 

@@ -51,18 +51,23 @@ def _batch(operands: Operands, dims: Dims, *, params: FeedParams) -> Batched:
     In the second case only the mask depends on the row. An item is then taken if some
     row wants one, and the other rows see zeros.
     """
-    if any(dim is not None for dim in dims[1:]) or not params.masked:
+    has_item_for_each = any(dim is not None for dim in dims[1:])
+    if has_item_for_each or not params.masked:
         return batch(feed_p, operands, dims, params=params)
-    mask = _jax.moveaxis(operands[0], dims[0], 0)
+    # From here on the mask alone has the axis of this vmap.
+    mask, *of_rows = operands
     size = size_of(operands, dims)
-    outs = bind(mask.any(axis=0), *operands[1:], params=params)
-    flags = params.batched[0] if params.grid else ()
-    # The mask has some of the grid's axes, each result all of them, in the same order.
-    wide = [n if has else 1 for n, has in zip(params.grid, flags, strict=True)]
-    mask = mask.reshape(size, *wide)
+    mask = _jax.moveaxis(mask, dims[0], 0)
+    outs = bind(mask.any(axis=0), *of_rows, params=params)
+    # Of the grid, which inner vmaps have made, each result has all axes and the mask
+    # some, in the same order. Size 1 stands for those that it lacks.
+    has_axes = params.batched[0] if params.grid else ()
+    sizes = [n if has else 1 for n, has in zip(params.grid, has_axes, strict=True)]
+    mask = mask.reshape(size, *sizes)
     shown = []
     for out, aval in zip(outs, params.avals, strict=True):
-        taken = mask.reshape(*mask.shape, *(1,) * len(aval.shape))
+        item_axes = (1,) * len(aval.shape)
+        taken = mask.reshape(*mask.shape, *item_axes)
         with _jax.able_to_hold(out.dtype):
             shown.append(jnp.where(taken, out[None], jnp.zeros((), out.dtype)))
     return shown, (0,) * len(shown)

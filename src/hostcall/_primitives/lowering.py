@@ -17,33 +17,30 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hostcall import _jax, _native
-from hostcall._core import errors
 from hostcall._core.callback import CallSpec
-from hostcall._core.errors import ExportError, HostcallError, SpecError
+from hostcall._core.errors import HostcallError, SpecError
 from hostcall._core.identity import identity
 from hostcall._core.registered import names
 from hostcall._engine import targets
 from hostcall._engine.params.equation import Equation
 from hostcall._engine.placement import Placement, Reach
 from hostcall._engine.plans import plan_in_program
-from hostcall._jax.types import (
-    Aval,
-    Device,
-    Effect,
-    Emitted,
-    LoweringContext,
-    Primitive,
-    Sharding,
-    Value,
+from hostcall._jax.types import Aval, Effect, Emitted, LoweringContext, Primitive, Value
+from hostcall._primitives.kept_alive import (
+    BY_BLOCKS,
+    KeptAlive,
+    refuse_export,
+    why_here,
 )
-from hostcall._primitives.outcome import OUTCOME_AVAL, bits, from_bits, share
+from hostcall._primitives.outcome import OUTCOME_AVAL, share
+from hostcall._primitives.refused import TOKEN_ALONE, in_reducer
+from hostcall._primitives.some_axes import lower_once
+from hostcall._primitives.through_jax import check_platform
 
 if TYPE_CHECKING:
     from hostcall._job.after_failure import Failures
@@ -60,14 +57,15 @@ def start_lowering(ctx: LoweringContext) -> _jax.Program:
     on_gpu = program.client is not None and program.client.platform in ("cuda", "gpu")
     if on_gpu and "cuda" in program.platforms:  # jaxlib says "gpu" on ROCm too
         targets.prepare_for_cuda()
+    # From here on this process answers the others, whatever its program calls.
     job_of(program)
     return program
 
 
 def job_of(program: _jax.Program) -> Failures | None:
     """Where failures of the program are noted, and told to the other processes that run
-    it; None if this process runs it alone. The first call makes this process answer
-    the others.
+    it; None if this process runs it alone. The first time that a program asks, this
+    process begins to answer the others.
     """
     if not program.across:
         return None
@@ -82,9 +80,7 @@ def register(primitive: Primitive, by_engine: Lowering, through_jax: Lowering) -
     Args:
         primitive: the primitive.
         by_engine: for the platforms that the engine serves.
-        through_jax: through JAX's own callback, with its cost: it brings the arrays to
-            the host, and the engine runs on them, so rows, masks, dtypes and errors are
-            the same. Where JAX has no callback, the equation is refused.
+        through_jax: for all others (through_jax.py).
     """
 
     def lowered(
@@ -93,7 +89,7 @@ def register(primitive: Primitive, by_engine: Lowering, through_jax: Lowering) -
         program = start_lowering(ctx)
         rule = by_engine
         if not set(program.platforms) <= set(_jax.SERVED):
-            _check_platform(program, params)
+            check_platform(program, params)
             rule = through_jax
         if program.mesh is not None and params.options.sharding is not None:
             raise SpecError(
@@ -102,84 +98,10 @@ def register(primitive: Primitive, by_engine: Lowering, through_jax: Lowering) -
                 code="hc-device",
             )
         if program.automatic:
-            return _lower_once(program, operands, params, primitive)
+            return lower_once(program, operands, params, primitive)
         return rule(program, *operands, params=params)
 
     _jax.register_lowering(primitive, lowered)
-
-
-_JAXS_OWN = ("oneapi", "rocm", "tpu")
-
-
-def _check_platform(program: _jax.Program, params: Equation) -> None:
-    """Refuses platforms for which JAX has no callback either."""
-    platforms = program.platforms
-    if len(platforms) != 1 or platforms[0] not in _JAXS_OWN:
-        raise HostcallError(
-            f"hostcall: {params.shown} is lowered for"
-            f" {', '.join(platforms)}. The engine serves cpu and cuda, also in one"
-            f" program, and JAX's own callback serves {', '.join(_JAXS_OWN)}, each in a"
-            " program of its own. Lower it for these, or run that part on the CPU: give"
-            ' it arrays that are there, jax.device_put(x, jax.devices("cpu")[0])',
-            code="hc-device",
-        )
-
-
-# --- In a shard_map that is manual over some mesh axes only ---------------------------
-#
-# Along the other axes the compiler splits the values, and only it knows how. So the
-# values are gathered along them, as for JAX's debug callbacks, and of the devices that
-# differ only there the first makes the call: the others have a mask that is False. All
-# of them come to the call, so that a failure reaches all of them. Then the first
-# device's results go to the others, bit for bit.
-
-
-def refuse_some_axes(program: _jax.Program, name: str, remedy: str = "") -> None:
-    """Refuses a shard_map that is manual over some mesh axes only."""
-    if program.automatic:
-        axes = sorted(map(str, program.automatic))
-        text = (
-            f"hostcall: `{name}` is called inside a shard_map that is manual over some"
-            f" mesh axes only. Make it manual over {axes} too{remedy}"
-        )
-        raise NotImplementedError(errors.with_code(text, "hc-device"))
-
-
-def _lower_once(
-    program: _jax.Program,
-    operands: Sequence[Value],
-    params: Equation,
-    primitive: Primitive,
-) -> list[Value]:
-    """Lowers the equation to itself, inside a region that is manual over all axes."""
-    if not params.runs_along_axes:
-        refuse_some_axes(program, params.callback.name)
-    if params.options.order == "ordered" and not _jax.SHARDS_TOKENS_OVER_SOME_AXES:
-        remedy = ", or leave out order='ordered', or use jaxlib 0.11.2 or later"
-        refuse_some_axes(program, params.callback.name, remedy)
-    axes = sorted(program.automatic, key=str)
-    # All devices come to the call, so that it is one team's, and one of them is let.
-    masked = params if params.masked else params.with_mask()
-
-    def once(*values: jax.Array) -> list[jax.Array]:
-        first = jax.lax.axis_index(tuple(axes)) == 0
-        mask, *rest = values if params.masked else (True, *values)
-        both = jnp.logical_and(mask, first)
-        results: list[jax.Array] = primitive.bind(both, *rest, params=masked)
-        return results if params.through else [_firsts(x, first, axes) for x in results]
-
-    return _jax.lower_by(
-        program.ctx, lambda *values: _jax.manual_over(once, values), *operands
-    )
-
-
-def _firsts(value: jax.Array, first: jax.Array, axes: Sequence[Hashable]) -> jax.Array:
-    """The value of the first device along these axes, on all of them."""
-    with jax.enable_x64(True):  # without it JAX has no 64-bit integers
-        # As in outcome.py: the maximum of one device's bits and zeros is its bits.
-        masked = [jnp.where(first, array, 0) for array in bits(value)]
-        maxima = [jax.lax.pmax(array, tuple(axes)) for array in masked]
-        return from_bits(value.dtype, iter(maxima))
 
 
 # --- The slot -------------------------------------------------------------------------
@@ -207,42 +129,35 @@ def make_slot(
     """
     callback = equation.callback
     if program.in_reducer:
-        raise SpecError(
-            f"hostcall: `{callback.name}` is called in the function that a reduction or"
-            " a scatter applies to single elements (lax.reduce, lax.reduce_window,"
-            " x.at[...].apply), where XLA can run no host function. Call it in lax.scan"
-            " or lax.map, or once with the whole arrays"
-        )
+        raise in_reducer(callback)
     # Each device finds the plan of its own block by the slot of the whole.
     in_blocks = placement.plan_of_block is not None
-    why: Callable[[], str] | str = _BY_BLOCKS
-    if not in_blocks and (program.is_exported or _may_travel(callback)):
+    why: Callable[[], str] | str
+    if in_blocks:
+        why = BY_BLOCKS
+    elif program.is_exported or _may_travel(callback):
         from hostcall._export import texts
 
         text, why = texts.written(program, equation, placement, avals)
         placement = replace(placement, text=text)
-    elif not in_blocks:  # most calls: only who serializes the program asks
-        why = partial(_why_here, equation, avals)
+    else:  # most calls: only who serializes the program asks
+        why = partial(why_here, equation, avals)
     if program.is_exported:
-        if isinstance(why, str) and why:
+        assert isinstance(why, str), "the export has asked already"
+        if why:
             refuse_export(callback, why)
         return {targets.TEXT: placement.text}
     _native.bury()  # frees the slots of programs that died since the last lowering
     key = equation.key(avals, program.name)
 
-    def make() -> KeptAlive:
-        plan = plan_in_program(
-            equation, placement, avals, program.client, program.platforms
-        )
-        return KeptAlive(_native.Slot(plan, key, program.across), callback.name, why)
-
-    # Programs over several devices differ in them. An equation that counts, or has
-    # memory, has no plan but its own.
-    one_device = placement.program_devices is None
-    if one_device and not in_blocks and not equation.is_stateful:
-        named = key, placement.text, program.client, program.platforms
-        made_of = equation, tuple(avals), placement.only
-        keeper = _shared(program, named, made_of, make)
+    make = partial(_new_slot, program, equation, placement, avals, key, why)
+    # Plans over several devices name them, and programs differ in theirs. A plan that
+    # counts, or has memory, does so for one call.
+    on_one_device = placement.program_devices is None
+    if on_one_device and not in_blocks and not equation.is_stateful:
+        call_name = (key, placement.text, program.client, program.platforms)
+        made_of = (equation, tuple(avals), placement.only)
+        keeper = _shared(program, call_name, made_of, make)
     else:
         keeper = make()
     program.keep_alive(keeper)
@@ -253,66 +168,33 @@ def make_slot(
     return attributes
 
 
+def _new_slot(
+    program: _jax.Program,
+    equation: Equation,
+    placement: Placement,
+    avals: Sequence[Aval],
+    key: int,
+    why: Callable[[], str] | str,
+) -> KeptAlive:
+    plan = plan_in_program(
+        equation, placement, avals, program.client, program.platforms
+    )
+    slot = _native.Slot(plan, key, program.across)
+    return KeptAlive(slot, equation.callback.name, why)
+
+
 def _may_travel(callback: CallSpec) -> bool:
     """A quick look: False if its function has no form in other processes."""
     function = callback.function
     owner = callback.policy.owner
+    # A HostFunction has a name itself, or its function has.
     functions = (function,) if owner is None else (owner, owner.fn)
     is_named = bool(names.names) and any(map(names.of, functions))
     return is_named or callback.facts.host_code.travels_alone
 
 
-def _why_here(params: Equation, operands: Sequence[Aval]) -> str:
-    from hostcall._export import texts
-
-    return texts.why_here(params, operands)
-
-
-_BY_BLOCKS = (
-    "each device calls it for its own block, and this process chooses the blocks when"
-    " it compiles the program. Give the whole value (on='once', partitioned=False)"
-)
-
-
-def refuse_export(callback: CallSpec, reason: str) -> NoReturn:
-    raise ExportError(
-        f"hostcall: a program that calls `{callback.name}` (at {callback.place}) can't"
-        f" be exported: {reason}"
-    )
-
-
-@dataclass(eq=False)
-class KeptAlive:
-    """Something that an executable keeps alive, and that can't leave the process.
-
-    Attributes:
-        slot: what is kept; None in another process.
-        name: names the call in messages.
-        why: why another process can't make the call, or a function that says it; ""
-            if the program has its text.
-        made_of: what its plan was made of, if other programs may share it.
-    """
-
-    slot: _native.Slot | None
-    name: str
-    why: Callable[[], str] | str
-    made_of: tuple[object, ...] = ()
-
-    def __reduce__(self) -> tuple[type[KeptAlive], tuple[None, str, str]]:
-        why = self.why
-        if callable(why):
-            why = why() or "it got its name after the program was lowered; lower it now"
-        if not why:
-            return KeptAlive, (None, self.name, "")
-        raise ExportError(
-            f"hostcall: a compiled program that calls `{self.name}` can't be"
-            f" serialized: {why}. (To compile a program only once, without"
-            " serializing it, use JAX's compilation cache, jax_compilation_cache_dir)"
-        )
-
-
 # The slots of live programs that an equal call of another program may have too, by the
-# key of the call and how many with this key stand before it in its program. If programs
+# name of the call and how many of this name stand before it in its program. If programs
 # hold the same function, the text of each is the same in whatever order they are
 # lowered: JAX's disk cache finds them again. No lock: of two threads that make a slot
 # at the same time, each may keep its own.
@@ -321,14 +203,18 @@ _live = weakref.WeakValueDictionary[Hashable, KeptAlive]()
 
 def _shared(
     program: _jax.Program,
-    named: Hashable,
+    call_name: Hashable,
     made_of: tuple[object, ...],
     make: Callable[[], KeptAlive],
 ) -> KeptAlive:
-    """The slot of an equal call of another program; else a new one."""
-    number = program.equal_calls.get(named, -1) + 1
-    program.equal_calls[named] = number
-    live = _live.get((named, number))
+    """The slot of an equal call of another program; else a new one.
+
+    Two calls of one name in a program have two slots, numbered 0 and 1. The next
+    program with two such calls finds both.
+    """
+    number = program.equal_calls.get(call_name, -1) + 1
+    program.equal_calls[call_name] = number
+    live = _live.get((call_name, number))
     # Equal keys may belong to two closures of one code, which have plans of their own.
     if live is not None and identity(live.made_of) == identity(made_of):
         return live
@@ -336,35 +222,14 @@ def _shared(
     keeper.made_of = made_of
     # A live one that differs keeps its entry, where programs with its function look.
     if live is None:
-        _live[named, number] = keeper
+        _live[call_name, number] = keeper
     return keeper
 
 
 # --- The custom call ------------------------------------------------------------------
 
-
-_TOKEN_ALONE = (
-    "hostcall: a call with results and without array arguments, which comes after"
-    " another effect or has order='ordered', can't be compiled for a program over"
-    " several processes, since XLA would crash. Give it where=, which may be"
-    " jnp.array(True), or an array that the function ignores; to a feed,"
-    " feed(where=jnp.array(True))"
-)
+# What the links of a call take and return (`EngineCall._linked`, blocks.py).
 NUMBER = _jax.ShapedArray((), np.dtype(np.int32))
-
-
-def _in_branch(equation: dict[str, Equation]) -> HostcallError:
-    params = equation["params"]
-    return HostcallError(
-        f"hostcall: {params.shown} (at {params.callback.place}) is in a shard_map that"
-        " uses no array, in a branch of lax.cond or lax.switch, where XLA would end the"
-        " process. Give the shard_map an array that the call gets, such as"
-        " jnp.zeros(()) with in_specs=jax.P(); or put the cond into the shard_map",
-        code="hc-device",
-    )
-
-
-_jax.refuse_tokens_alone(_in_branch)
 
 
 @dataclass
@@ -402,9 +267,10 @@ class EngineCall:
         """
         # Without a token XLA may move a pure call, merge it with an equal one, drop it.
         if effect is None:
-            return self.emit_with(None, operands, False)[0]
+            results, _ = self.emit_with(None, operands, returns_token=False)
+            return results
         token_in, leave = _jax.in_order(self.program.ctx, effect)
-        results, token = self.emit_with(token_in, operands, True)
+        results, token = self.emit_with(token_in, operands, returns_token=True)
         leave(token)
         return results
 
@@ -418,7 +284,7 @@ class EngineCall:
         if self.reach is not None and token is not None and not operands:
             # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region
             # that a token alone enters and an all-reduce leaves.
-            raise HostcallError(_TOKEN_ALONE, code="hc-device")
+            raise HostcallError(TOKEN_ALONE, code="hc-device")
 
         def in_region(token: Value | None, operands: Sequence[Value]) -> Emitted:
             if self.prepare is not None:
@@ -433,18 +299,18 @@ class EngineCall:
         """Emits the call of one device."""
         program = self.program
         reach = self.reach
-        outs = list(program.ctx.avals_out)
+        avals_out = list(program.ctx.avals_out)
         if reach is not None and reach.returns_outcome:
-            outs.append(OUTCOME_AVAL)
-        if returns_token and program.is_symbolic and _jax.has_symbolic(outs):
-            results, token = self._linked(token, operands, outs)
+            avals_out.append(OUTCOME_AVAL)
+        if returns_token and program.is_symbolic and _jax.has_symbolic(avals_out):
+            results, token = self._linked(token, operands, avals_out)
         else:
             results, token = _jax.custom_call(
                 program,
                 self.target,
                 token,
                 operands,
-                outs,
+                avals_out,
                 returns_token=returns_token,
                 has_side_effect=self.has_side_effect,
                 attributes=self.attributes,
@@ -457,7 +323,8 @@ class EngineCall:
         shared, outcome = share(reach, program, results, avals)
         if outcome is None:
             return list(shared), token
-        # Passes the results on, or fails on this device if the outcome says so.
+        # The verdict (outcome.py): it passes the results on, or fails on this device if
+        # the outcome says so.
         return _jax.custom_call(
             program,
             targets.VERDICT_TARGET,
@@ -467,7 +334,7 @@ class EngineCall:
             returns_token=token is not None,
             has_side_effect=self.has_side_effect,
             attributes=self.attributes,
-            aliases={1 + i: i for i in range(len(avals))},
+            aliases={1 + i: i for i in range(len(avals))},  # behind the outcome
         )
 
     def _linked(
@@ -476,8 +343,7 @@ class EngineCall:
         operands: Sequence[Value],
         avals_out: Sequence[Aval],
     ) -> Emitted:
-        """Emits a call with a token and symbolic shapes, which XLA does not put
-        together.
+        """Emits a call with results of symbolic shapes, beside which XLA has no token.
 
         In place of the token the call takes and returns a number, which carries no
         information. A link before it and one behind it, of known shapes, have the
@@ -508,88 +374,7 @@ class EngineCall:
             returns_token=False,
             has_side_effect=self.has_side_effect,
             attributes=self.attributes,
-            aliases={i + 1: o + 1 for i, o in self.aliases.items()},
+            aliases={1 + i: 1 + o for i, o in self.aliases.items()},  # behind it
         )
-        return results, link(token, number)[1]
-
-
-# --- Platforms that the engine does not serve -----------------------------------------
-
-
-PARTITION = _jax.ShapedArray((), np.dtype(np.uint32))
-
-
-def _by_number(
-    run: Callable[..., list[np.ndarray]],
-    devices: Sequence[Device],
-    number: np.ndarray,
-    *arrays: np.ndarray,
-) -> list[np.ndarray]:
-    return run(devices[int(number)], *arrays)
-
-
-def emit_through_jax(
-    program: _jax.Program,
-    run: Callable[..., list[np.ndarray]],
-    operands: Sequence[Value],
-    *,
-    params: Equation,
-    sharding: Sharding | None,
-    **options: Any,
-) -> list[Value]:
-    """Emits JAX's own callback, for platforms that the engine does not serve.
-
-    `run` gets the device that calls (None if that is not known) and one array for each
-    operand, and returns one array for each result. JAX does not tell which device
-    calls, so where each of several does, its number is one more operand.
-
-    On a TPU an effect has a token, ordered or not: without one, a callback without
-    results is a send that nothing answers, so the program may end, and a barrier
-    return, before the host has the values. (Elsewhere JAX makes a token only of
-    another.) `options` are the other parameters of JAX's function.
-    """
-    if program.is_exported:
-        refuse_export(params.callback, _THROUGH_JAX.format(*program.platforms))
-    ctx = program.ctx
-    avals = program.ctx.avals_in
-    if not _jax.CALLBACKS_TAKE_SMALL_ELEMENTS:
-        for aval in (*avals, *ctx.avals_out):
-            if _jax.is_smaller_than_a_byte(aval.dtype):
-                _jax.refuse(_jax.Part.CALLS, _NO_SMALL_ELEMENTS.format(aval.dtype))
-    devices = program.devices if program.mesh is not None else None
-    place = _jax.place_of_callback(ctx, sharding)
-    called: Callable[..., list[np.ndarray]]
-    # JAX calls back from one device, or from each without saying which it is.
-    if not devices:
-        called = partial(run, _jax.caller(program, sharding, **options))
-    else:
-        operands = [_jax.partition_id(), *operands]
-        avals = [PARTITION, *avals]
-        called = partial(_by_number, run, devices)
-
-    effect = params.effect
-    token_in, leave = (None, None) if effect is None else _jax.in_order(ctx, effect)
-    results, token, _ = _jax.emit_python_callback(
-        ctx,
-        called,
-        token_in,
-        list(operands),
-        avals,
-        ctx.avals_out,
-        returns_token=effect is not None,
-        sharding=place,
-        **options,
-    )
-    if leave is not None:
-        leave(token)
-    return list(results)
-
-
-_NO_SMALL_ELEMENTS = (
-    "callback that reads {0} right: on this platform calls go through JAX's own. Pass"
-    " the values as int8, x.astype(jnp.int8)"
-)
-_THROUGH_JAX = (
-    "on {} calls go through JAX's own callback, which holds on to this process. Export"
-    ' it for platforms=("cpu", "cuda"), or compile the function itself where it runs'
-)
+        _, token = link(token, number)
+        return results, token

@@ -75,6 +75,7 @@ def share(
     """
     if reach.caller is not None:
         return _broadcast(reach, program, results, avals)
+    assert reach.returns_outcome, "each device's call has an outcome of its own"
     *results, outcome = results
     return results, _numbered(reach, program, outcome)
 
@@ -84,6 +85,7 @@ def _numbered(reach: Reach, program: _jax.Program, outcome: Value) -> Value:
     ctx = program.ctx
     device = _jax.partition_id()
     (number,) = _jax.lower_traced(ctx, _number, (_DEVICE, OUTCOME), (device, outcome))
+    # Of several that failed, the one with the largest number.
     number = _jax.max_over_devices(ctx, number, reach.devices)
     (verdict,) = _jax.lower_traced(ctx, _verdict, (_DEVICE,), (number,))
     return verdict
@@ -105,6 +107,7 @@ def _broadcast(
     in_specs = [*specs]
     if reach.returns_outcome:
         in_specs.append(OUTCOME)
+    assert len(results) == len(in_specs), "the call returns what its outcome says"
     size = sum(spec.size * spec.dtype.itemsize for spec in in_specs)
     joins = size <= _TOGETHER
 
@@ -118,28 +121,31 @@ def _broadcast(
         # Byte 0 of the outcome says that a device failed, and every device may set it.
         # The text behind it is the caller's.
         for outcome in values[count:]:
-            is_given = is_caller | (jnp.arange(1024) == 0)
-            arrays.append(jnp.where(is_given, outcome, 0))
+            is_taken = is_caller | (jnp.arange(OUTCOME.size) == 0)
+            arrays.append(jnp.where(is_taken, outcome, 0))
         return [jnp.concatenate(list(map(_bytes, arrays)))] if joins else arrays
 
     def back(*arrays: jax.Array) -> list[jax.Array]:
         if joins:
             shapes = jax.eval_shape(_all_bits, in_specs)
             arrays = tuple(_split(arrays[0], shapes))
-        rest = iter(arrays)
-        values = [from_bits(spec.dtype, rest) for spec in specs]
-        return [*values, *rest]  # the outcome is of bytes already
+        remaining = iter(arrays)
+        values = [from_bits(spec.dtype, remaining) for spec in specs]
+        return [*values, *remaining]  # the outcome is of bytes already
 
+    masked_specs = (_DEVICE, *in_specs)
     with jax.enable_x64(True):  # without it JAX has no 64-bit integers
-        shapes = jax.eval_shape(masked, _DEVICE, *in_specs)
+        shapes = jax.eval_shape(masked, *masked_specs)
         values = (_jax.partition_id(), *results)
-        arrays = _jax.lower_traced(ctx, masked, (_DEVICE, *in_specs), values)
+        arrays = _jax.lower_traced(ctx, masked, masked_specs, values)
         maxima = [_jax.max_over_devices(ctx, x, reach.devices) for x in arrays]
         taken = _jax.lower_traced(ctx, back, shapes, maxima)
-    return taken[:count], taken[count] if reach.returns_outcome else None
+    outcome = taken[count] if reach.returns_outcome else None
+    return taken[:count], outcome
 
 
 def _number(device: jax.Array, outcome: jax.Array) -> list[jax.Array]:
+    """The device's number plus one if its call failed; else 0."""
     return [jnp.where(outcome[0] != 0, device + jnp.uint32(1), jnp.uint32(0))]
 
 
@@ -185,10 +191,9 @@ def _whole_bytes(dtype: np.dtype) -> npt.DTypeLike:
     """The dtype, or for one narrower than a byte, a wider dtype with all its values."""
     if dtype == np.bool_:
         return np.uint8
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    if (jnp.finfo(dtype) if floating else jnp.iinfo(dtype)).bits >= 8:
-        return dtype
-    return np.float32 if floating else np.int8
+    if jnp.issubdtype(dtype, jnp.floating):
+        return dtype if jnp.finfo(dtype).bits >= 8 else np.float32
+    return dtype if jnp.iinfo(dtype).bits >= 8 else np.int8
 
 
 def _bytes(part: jax.Array) -> jax.Array:
@@ -199,10 +204,12 @@ def _split(
     joined: jax.Array, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> Iterator[jax.Array]:
     """Takes the parts out of the array that holds their bytes one after the other."""
-    at = 0
+    start = 0
     for part in shapes:
-        size = part.dtype.itemsize
-        end = at + part.size * size
-        shape = part.shape if size == 1 else (*part.shape, size)
-        yield jax.lax.bitcast_convert_type(joined[at:end].reshape(shape), part.dtype)
-        at = end
+        itemsize = part.dtype.itemsize
+        end = start + part.size * itemsize
+        # To make wider elements, JAX takes their bytes as one more axis behind.
+        of_bytes = part.shape if itemsize == 1 else (*part.shape, itemsize)
+        joined_bytes = joined[start:end].reshape(of_bytes)
+        yield jax.lax.bitcast_convert_type(joined_bytes, part.dtype)
+        start = end

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 
 import jax
 
+from hostcall._core.array_values import is_array_like
 from hostcall._core.errors import PackageError
 from hostcall._core.host_code import HostCode
-from hostcall._core.spec import Opaque, Template, is_array_like
+from hostcall._core.spec import Opaque, Template
 from hostcall._host_function.function import HostFunction
 from hostcall._host_function.rules import Rule
 from hostcall._host_function.trees import pick

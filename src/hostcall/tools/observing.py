@@ -27,7 +27,7 @@ import hostcall as hc
 from hostcall import _jax
 from hostcall._core.gone import refuse
 from hostcall._core.suggestions import suggests
-from hostcall._jax import rewriting, tracing
+from hostcall._jax import rewriting, rewritten_programs, tracing
 from hostcall.errors import HostcallError, SpecError
 from hostcall.tools._observe.bad_values import BadRecord as BadRecord
 from hostcall.tools._observe.loops import Loops
@@ -158,7 +158,7 @@ class observe:
         with contextlib.ExitStack() as stack:
             stack.push(self._end)  # the last to end, after what may raise an error
             stack.enter_context(hc.reraise())
-            stack.enter_context(rewriting.rewritten_by(self._uses))
+            stack.enter_context(rewritten_programs.rewritten_by(self._uses))
             self._block = stack.pop_all()
         return self
 
@@ -195,7 +195,7 @@ class observe:
 
 def _need_programs() -> None:
     _jax.need(_jax.Part.OBSERVE)
-    if not rewriting.shows_programs():
+    if not rewritten_programs.shows_programs():
         raise HostcallError(
             "hostcall: hc.observe can't see the programs of this JAX, version"
             f" {jax.__version__}, which does not lower them where hostcall looks."

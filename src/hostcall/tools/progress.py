@@ -176,56 +176,61 @@ progress.__doc__ = Progress.__call__.__doc__  # for help(hc.progress)
 
 
 def _check(loop: bars.Loop, step: object, total: object) -> None:
-    counter = "the x of a scan over jnp.arange(n)"
-    numbers = step, total, loop.initial
-    too_large = [n for n in numbers if isinstance(n, int) and abs(n) >= 2**63]
-    if step is None:
-        counter += " (that of hc.progress.scan, in place of xs=None)"
-    for is_right, wanted, got in (
-        (
-            _is_scalar(step, jnp.integer),
-            "the step should be an integer scalar, the loop's counter: the index of a"
-            f" fori_loop, or {counter}",
-            step,
-        ),
-        (
-            total is None or _is_scalar(total, jnp.integer),
-            "total= should be an int or an integer scalar, the number of steps, or None"
-            " if it is not known",
-            total,
-        ),
-        (
-            isinstance(step, jax.core.Tracer) or not isinstance(total, jax.core.Tracer),
-            "the step should be the loop's counter, and total= the number of steps:"
-            " hc.progress(i, n). The total is a value of the loop, but the step is not",
-            step,
-        ),
-        (
-            type(loop.initial) is int,
-            "initial= should be an int, the number of the first step, which is part of"
-            " the compiled program",
-            loop.initial,
-        ),
-        (
-            not too_large,
-            "the numbers of steps should fit into 64 bits",
-            too_large[:1],
-        ),
-        (
-            loop.rows in ("batched", "each"),
-            "rows= should be 'batched' (one bar for the batch) or 'each' (a bar for"
-            " each row)",
-            loop.rows,
-        ),
-        (
-            loop.bar == "auto" if isinstance(loop.bar, str) else callable(loop.bar),
-            "bar= should be 'auto' (tqdm), or a function that returns a bar",
-            loop.bar,
-        ),
-    ):
-        need(is_right, f"hc.progress: {wanted}", got)
+    _check_steps(loop.initial, step, total)
+    need(
+        loop.rows in ("batched", "each"),
+        "hc.progress: rows= should be 'batched' (one bar for the batch) or 'each' (a"
+        " bar for each row)",
+        loop.rows,
+    )
+    is_bar = loop.bar == "auto" if isinstance(loop.bar, str) else callable(loop.bar)
+    need(
+        is_bar,
+        "hc.progress: bar= should be 'auto' (tqdm), or a function that returns a bar",
+        loop.bar,
+    )
     if loop.bar == "auto":
         need_tqdm()
+
+
+def _check_steps(initial: object, step: object, total: object) -> None:
+    """Checks the numbers of steps."""
+    counter = "the x of a scan over jnp.arange(n)"
+    if step is None:
+        counter += " (that of hc.progress.scan, in place of xs=None)"
+    need(
+        _is_scalar(step, jnp.integer),
+        "hc.progress: the step should be an integer scalar, the loop's counter: the"
+        f" index of a fori_loop, or {counter}",
+        step,
+    )
+    need(
+        total is None or _is_scalar(total, jnp.integer),
+        "hc.progress: total= should be an int or an integer scalar, the number of"
+        " steps, or None if it is not known",
+        total,
+    )
+    # Swapped arguments: of a loop's two numbers the counter is the one that changes.
+    need(
+        isinstance(step, jax.core.Tracer) or not isinstance(total, jax.core.Tracer),
+        "hc.progress: the step should be the loop's counter, and total= the number of"
+        " steps: hc.progress(i, n). The total is a value of the loop, but the step is"
+        " not",
+        step,
+    )
+    need(
+        type(initial) is int,
+        "hc.progress: initial= should be an int, the number of the first step, which is"
+        " part of the compiled program",
+        initial,
+    )
+    numbers = (step, total, initial)
+    too_large = [n for n in numbers if isinstance(n, int) and abs(n) >= 2**63]
+    need(
+        not too_large,
+        "hc.progress: the numbers of steps should fit into 64 bits",
+        too_large[:1],
+    )
 
 
 _EVERY = "Write every=, an interval in seconds (a float) or in steps (an int)"

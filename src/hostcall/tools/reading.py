@@ -176,59 +176,77 @@ def _room_for(schema: pyarrow.Schema, size: int) -> arrow.Columns:
     filled takes no memory. Those of complex numbers are parts of "value".
     """
     types = {column.name: arrow.type_of(column.type) for column in schema}
-    bits = [
-        math.prod(shape) * (1 if dtype.kind == "b" else 8 * dtype.itemsize)
-        for dtype, shape in types.values()
-    ]
-    rows = 8 * size // max(sum(bits), 1)
-    out = {n: np.empty((rows, *shape), dtype) for n, (dtype, shape) in types.items()}
-    if "value.real" in out:
-        kind = np.result_type(out["value.real"], 1j)
-        out["value"] = value = np.empty(out["value.real"].shape, kind)
-        out |= {"value.real": value.real, "value.imag": value.imag}
-    return out
+    bits_of_row = 0
+    for dtype, shape in types.values():
+        bits = 1 if dtype.kind == "b" else 8 * dtype.itemsize  # Arrow packs bools
+        bits_of_row += bits * math.prod(shape)
+    rows = 8 * size // max(bits_of_row, 1)
+    columns: arrow.Columns = {}
+    for name, (dtype, shape) in types.items():
+        columns[name] = np.empty((rows, *shape), dtype)
+    if "value.real" in columns:
+        kind = np.result_type(columns["value.real"], 1j)
+        value = np.empty(columns["value.real"].shape, kind)
+        columns |= {"value": value, "value.real": value.real, "value.imag": value.imag}
+    return columns
 
 
 def _joined(parts: list[_Blocks]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps and values of the entries that these blocks are parts of, in time."""
-    numbers, steps = _entries(parts)
-    size = math.prod(parts[0].about.whole)
-    have = np.zeros(len(steps), np.int64)
-    times = np.full(len(steps), np.inf)
-    for part, at in zip(parts, numbers, strict=True):
-        np.add.at(have, at, size if part.about.sparse else math.prod(part.shape))
-        np.minimum.at(times, at, part.times)
-    whole = have >= size
-    place = np.cumsum(whole) - 1
+    """The steps and values of the entries that these blocks are parts of, in time.
+
+    Left out are entries of which a block has not come so far. Where blocks may never
+    come (`sparse`), what is missing is NaN or 0.
+    """
+    entries_of_parts, steps = _entries(parts)
+    about = parts[0].about
+    size = math.prod(about.whole)
+    elements = np.zeros(len(steps), np.int64)  # that each entry has so far
+    times = np.full(len(steps), np.inf)  # of its first block
+    for part, entries in zip(parts, entries_of_parts, strict=True):
+        n = size if part.about.sparse else math.prod(part.shape)
+        # `at`: several blocks of a part may be of one entry.
+        np.add.at(elements, entries, n)
+        np.minimum.at(times, entries, part.times)
+    is_complete = elements >= size
+    row_of_entry = np.cumsum(is_complete) - 1  # of a complete one, among these
     dtype = parts[0].values.dtype
     fill = np.nan if dtype.kind in "fc" else 0
-    values = np.full((whole.sum(), *parts[0].about.whole), fill, dtype)
-    for part, at in zip(parts, numbers, strict=True):
+    values = np.full((is_complete.sum(), *about.whole), fill, dtype)
+    for part, entries in zip(parts, entries_of_parts, strict=True):
         for corner in np.unique(part.corners, axis=0):
-            mine = (part.corners == corner).all(axis=1) & whole[at]
-            inside = map(slice, corner, corner + part.shape)
-            values[place[at[mine]], *inside] = part.values[mine]
-    order = np.argsort(times[whole], kind="stable")
-    return steps[whole][order], values[order]
+            is_there = (part.corners == corner).all(axis=1)
+            chosen = is_there & is_complete[entries]
+            rows = row_of_entry[entries[chosen]]
+            box = map(slice, corner, corner + part.shape)
+            values[rows, *box] = part.values[chosen]
+    order = np.argsort(times[is_complete], kind="stable")
+    return steps[is_complete][order], values[order]
 
 
 def _entries(parts: list[_Blocks]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The number of the entry of each block of each stream, and the entries' steps."""
-    # What the processes of a job agree on is "the nth entry of this step".
+    """The number of the entry of each block of each stream, and the entries' steps.
+
+    What the processes of a job agree on is "the nth entry of this step". So an entry is
+    found by its step and its rank among the entries of the step in one process:
+
+        a stream's blocks (step, corner)     (5, 0)  (5, 4)  (5, 0)  (5, 4)
+        how often it has come in the stream       1       1       2       2
+        entry (step, rank)                   (5, 1)  (5, 1)  (5, 2)  (5, 2)
+    """
     entries: dict[tuple[int, int], int] = {}
-    ranks: Counter[tuple[int, int]] = Counter()
+    ranks: Counter[tuple[int, int]] = Counter()  # by process and step
     numbers = []
     for part in parts:
-        seen: Counter[tuple[int, ...]] = Counter()
-        mine: dict[tuple[int, int], int] = {}
-        at = []
+        turns: Counter[tuple[int, ...]] = Counter()  # by step and corner
+        entry_of_turn: dict[tuple[int, int], int] = {}
+        of_blocks = []
         for step, *corner in np.c_[part.steps, part.corners].tolist():
-            seen[step, *corner] += 1
-            nth = (step, seen[step, *corner])
-            if nth not in mine:
+            turns[step, *corner] += 1
+            turn = (step, turns[step, *corner])
+            if turn not in entry_of_turn:
                 ranks[part.about.process, step] += 1
-                key = (step, ranks[part.about.process, step])
-                mine[nth] = entries.setdefault(key, len(entries))
-            at.append(mine[nth])
-        numbers.append(np.array(at, np.int64))
+                entry = (step, ranks[part.about.process, step])
+                entry_of_turn[turn] = entries.setdefault(entry, len(entries))
+            of_blocks.append(entry_of_turn[turn])
+        numbers.append(np.array(of_blocks, np.int64))
     return numbers, np.array([step for step, _ in entries], np.int64)

@@ -14,13 +14,15 @@ from hostcall import _jax, _native
 from hostcall._api.feed.shards import Shards
 from hostcall._api.feed.sources import parse_spec, read_source, reader, spec_of
 from hostcall._core import mistakes
+from hostcall._core.array_values import is_array_like
 from hostcall._core.callback import CallSpec
 from hostcall._core.errors import SpecError, wrong
 from hostcall._core.host_code import Handle
 from hostcall._core.mistakes import parse_mask
-from hostcall._core.options import FEED, CallOptions, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import FEED, CallOptions
 from hostcall._core.source import Place, name_of, users_place
-from hostcall._core.spec import Opaque, Results, Template, is_array_like
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._engine.params.feed import FeedParams
 from hostcall._jax.types import Aval
 from hostcall._primitives.feed import bind

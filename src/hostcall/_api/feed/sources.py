@@ -20,9 +20,10 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import coerce
+from hostcall._core.array_values import is_numeric
 from hostcall._core.errors import ResultError, SpecError, counted
 from hostcall._core.mistakes import of_a_number
-from hostcall._core.spec import Key, Results, is_numeric, parse_result
+from hostcall._core.spec import Key, Results, parse_result
 from hostcall._jax.types import Aval
 
 

@@ -23,7 +23,8 @@ from hostcall._api.object.groups import CLOSED, Group, Snapshot
 from hostcall._core import dispatched, mistakes
 from hostcall._core.errors import HostcallError, SpecError, conflict, counted
 from hostcall._core.mistakes import check_function
-from hostcall._core.options import CALL, Option, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import CALL, Option
 from hostcall._core.source import inspect_callable
 from hostcall._core.spec import Results, parse_result
 from hostcall._core.suggestions import suggests

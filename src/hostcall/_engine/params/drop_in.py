@@ -24,12 +24,13 @@ import numpy as np
 
 from hostcall import _jax
 from hostcall._core import failures
+from hostcall._core.array_values import overflowed
 from hostcall._core.callback import CallSpec
 from hostcall._core.errors import wrong
 from hostcall._core.options import CallOptions
 from hostcall._core.order import Order
 from hostcall._core.source import Place, is_jaxs, users_place
-from hostcall._core.spec import Opaque, Results, Template, overflowed
+from hostcall._core.spec import Opaque, Results, Template
 from hostcall._engine.hooks import CallHooks
 from hostcall._engine.params.equation import CallParams
 from hostcall._jax.types import Effect
@@ -39,7 +40,7 @@ logger = logging.getLogger("hostcall")
 Kind = Literal["pure", "io", "debug"]
 PRINT = "debug.print"  # the source of every print: statistics count them together
 
-
+# JAX's, since its rules for control flow look for these.
 _EFFECTS: dict[tuple[Kind, Order], Effect] = {
     ("io", "unordered"): _jax.IO_EFFECT,
     ("io", "ordered"): _jax.ORDERED_IO_EFFECT,
@@ -52,7 +53,7 @@ class DropInHooks(CallHooks):
     """The hooks of a drop-in's call, which check and log like JAX."""
 
     equation: DropInParams
-    _narrowed = False
+    _warned_of_narrowing = False  # two threads may both warn
 
     def flatten(self, value: Any) -> list[Any]:
         leaves: list[Any] = jax.tree.leaves(value)
@@ -65,9 +66,10 @@ class DropInHooks(CallHooks):
 
     def coerce(self, number: int, value: Any) -> np.ndarray:
         aval = self.equation.avals[number]
-        plain = isinstance(value, (np.ndarray, np.generic, jax.Array))
-        if len(self.equation.avals) == 1 and not plain:
-            (value,) = self.flatten(value)  # the result may be in a list or a dict
+        is_array = isinstance(value, (np.ndarray, np.generic, jax.Array))
+        # The engine takes a lone result for the array. It may be in a list or a dict.
+        if len(self.equation.avals) == 1 and not is_array:
+            (value,) = self.flatten(value)
         array = np.asarray(value)
         if self.equation.literals and array.dtype in _NARROW:
             array = self._narrow(array)
@@ -82,6 +84,7 @@ class DropInHooks(CallHooks):
                 f" {aval.dtype}, Actual: {array.dtype}"
             )
         array = np.asarray(array, order="C")
+        # The engine compares dtypes as pointers, and equal ones may be two objects.
         return array if array.dtype is aval.dtype else array.view(aval.dtype)
 
     def _narrow(self, array: np.ndarray) -> np.ndarray:
@@ -92,7 +95,7 @@ class DropInHooks(CallHooks):
         """
         with np.errstate(over="ignore"):
             narrow = array.astype(_NARROW[array.dtype])
-        if self._narrowed:
+        if self._warned_of_narrowing:
             return narrow
         if array.dtype.kind in "iu":
             lost = not np.array_equal(narrow, array)
@@ -103,7 +106,7 @@ class DropInHooks(CallHooks):
             kind = "numbers"
             became = "they became infinite"
         if lost:
-            self._narrowed = True
+            self._warned_of_narrowing = True
             logger.warning(
                 "`%s` returned %s that %s can't hold, and %s, as in JAX outside its"
                 " 64-bit mode (called at %s). hostcall.call refuses them instead",

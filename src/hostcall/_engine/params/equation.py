@@ -34,13 +34,14 @@ from hostcall._native import Lend, ResultForm
 Function = Callable[..., Any]  # of one array per leaf; it returns what users return
 T = TypeVar("T")
 _NO_PAIRS: tuple[tuple[int, int], ...] = ()
+# What `Equation.native` says of a kind whose results are ignored.
 _NATIVE = {
     "form": ResultForm.IGNORED,
     "out_tree": None,
     "counted": False,
     "literals": True,
 }
-# (JAX's name, what it was told) of each.
+# For each transformation its name in JAX, and the parameters that JAX gave it.
 Transforms: TypeAlias = tuple[tuple[str, dict[str, Any]], ...]
 
 
@@ -64,7 +65,7 @@ class Equation:
 
     @cached_property
     def options(self) -> PlaceOptions:
-        """Those of its place."""
+        """The options of its place."""
         return self.callback.options
 
     @cached_property
@@ -73,6 +74,7 @@ class Equation:
         return EFFECTS[self.options.order]
 
     def __init_subclass__(cls) -> None:
+        # It has the user's function, which JAX's caches must not keep alive.
         _jax.hold_weakly_in_caches(cls)
 
     # --- What a kind says of itself -------------------------------------------------
@@ -83,10 +85,9 @@ class Equation:
     stays = ""  # why it can't leave the process
     word: ClassVar[str] = "call"  # what reports call it
     participle: ClassVar[str] = "called"  # what is done to its function
-    ignores_results: ClassVar[bool] = (
-        False  # whether what its function returns is ignored
-    )
-    target: ClassVar[str] = targets.TARGET  # of its custom call
+    # Whether what its function returns is ignored.
+    ignores_results: ClassVar[bool] = False
+    target: ClassVar[str] = targets.TARGET  # the handler of its custom call
     keep_if_pure: ClassVar[bool] = False  # whether XLA may not drop one that is pure
     # Whether it may run once along mesh axes over which a shard_map is not manual.
     runs_along_axes: ClassVar[bool] = True
@@ -94,7 +95,7 @@ class Equation:
     # --- What a kind may answer in another way. Some have a field for it. -------------
 
     through = False  # whether the results are the arguments
-    # Whether its place counts executions, or has memory: no other has its plan then.
+    # Whether its plan counts executions or has memory. Then no other call may share it.
     is_stateful = False
     # Whether a program with it runs on the thread that dispatches it.
     runs_where_dispatched = False
@@ -105,7 +106,7 @@ class Equation:
     lends = False  # whether the function gets XLA's memory, in any form
     # (operand, result) pairs of numbers that share memory.
     aliases = _NO_PAIRS
-    # Of a sharded feed: the ordinals of the devices, in the order of the ring's lanes.
+    # The ordinals of a sharded feed's devices, in the order of the ring's lanes.
     devices: ClassVar[tuple[int, ...]] = ()
     levels = 0  # how many leading batch axes the function itself sees
     # For each batch axis that a tap sees, the outermost first: whether each operand has
@@ -135,13 +136,13 @@ class Equation:
 
     @property
     def native(self) -> dict[str, Any]:
-        """What a native plan has of it, apart from what all kinds have.
+        """The fields of its native plan in which kinds differ.
 
-        `form` is of what the function returns, and `literals` says whether that may be
-        Python numbers for 32-bit arrays; `counted` whether executions are counted
-        (hc.watch).
+        `form` is the form of what the function returns, and `literals` says whether
+        that may be Python numbers for 32-bit arrays. `counted` says whether executions
+        are counted (hc.watch). `out_tree` makes the tree `out=` of lend="out".
         """
-        return _NATIVE.copy()
+        return _NATIVE.copy()  # a caller may change what it gets
 
     def bare(self) -> Function:
         """What the engine calls with XLA's memory, if the function works on that."""
@@ -160,7 +161,10 @@ class Equation:
         del devices, mesh, avals
         return None
 
-    # --- The operands. Each method takes anything that is said of each of them. -------
+    # --- The operands -----------------------------------------------------------------
+    #
+    # What these take has one item for each operand: the operands themselves, or their
+    # avals, shapes, flags.
 
     def mask(self, operands: Sequence[T]) -> Sequence[T]:
         """Only the mask, which is first, if there is one."""
@@ -176,12 +180,17 @@ class Equation:
         """Whether the function, which gets whole batches, gets them without the rows
         that this mask drops.
         """
-        return self.levels > 0 and bool(mask.ndim > len(self.grid))
+        # The engine reads the axes of the grid. Those that the mask has beyond them
+        # belong to the batch that the function sees.
+        sees_batch = self.levels > 0
+        return sees_batch and bool(mask.ndim > len(self.grid))
 
     def with_mask(self) -> Self:
-        """The same with a mask in front of its operands."""
-        new = ((False,) * len(self.grid), *self.batched) if self.grid else ()
-        return replace(self, masked=True, batched=new)
+        """The same with a mask in front of its operands, one for all rows."""
+        assert not self.masked, "an equation has one mask"
+        no_axes = (False,) * len(self.grid)
+        batched = (no_axes, *self.batched) if self.grid else ()
+        return replace(self, masked=True, batched=batched)
 
     # --- In programs -----------------------------------------------------------------
 
@@ -197,17 +206,21 @@ class Equation:
         It has the name of the program, too: programs that are live at the same time and
         make equal calls then have the same texts in whatever order they are lowered.
         """
-        function = self.callback.function
-        avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
         options = self.options
-        fields = *keyed(type(self))(self), *keyed(type(options))(options)
-        plain = [value for value in fields if not callable(value)]
+        fields = [*keyed(type(self))(self), *keyed(type(options))(options)]
+        # A vmap_method may be a function. Its text would have an address, which differs
+        # from process to process, so it is fingerprinted as the callee is.
         rules = [value for value in fields if callable(value)]
+        plain = [value for value in fields if not callable(value)]
+        avals = [(a.shape, a.dtype.type.__name__) for a in (*operands, *self.avals)]
         # Not the line, which changes with what is written above it.
-        caller = self.callback.place.function, program
-        kind = avals, self.levels, self.runs_where_dispatched, type(self).__name__
-        callee = (names.names and names.of(function)) or function
-        return fingerprint((callee, *rules, repr((caller, kind, plain))))
+        caller = (self.callback.place.function, program)
+        kind = (avals, self.levels, self.runs_where_dispatched, type(self).__name__)
+        text = repr((caller, kind, plain))
+        function = self.callback.function
+        # What has a registered name is called by that: its code may change.
+        registered = names.of(function) if names.names else None
+        return fingerprint((registered or function, *rules, text))
 
     def __repr__(self) -> str:
         details = [self.callback.name, self.options.order, *self._details()]
@@ -274,16 +287,20 @@ class CallParams(Equation):
     def native(self) -> dict[str, Any]:
         options = self.options
         tree = self.callback.results.treedef
-        form = ResultForm.TREE
         n = tree.num_leaves
-        exact = self.results_as == "tree"
+        # The engine takes apart one array, a tuple of arrays, and None by itself. Any
+        # other TREE is flattened in Python, and compared there with `result`.
+        form = ResultForm.TREE
         if self.results_as == "nothing":
             form = ResultForm.IGNORED
-        elif tree == _LEAF or (n == 1 and not exact):
+        elif self.results_as == "leaves":
+            # In whatever containers: only a lone leaf needs none.
+            form = ResultForm.LEAF if n == 1 else form
+        elif tree == _LEAF:
             form = ResultForm.LEAF
-        elif exact and tree == _NOTHING:
+        elif tree == _NOTHING:
             form = ResultForm.NOTHING
-        elif exact and n and tree == jax.tree.structure((0,) * n):
+        elif n > 0 and tree == jax.tree.structure((0,) * n):
             form = ResultForm.TUPLE
         return {
             "form": form,

@@ -31,7 +31,8 @@ class FeedParams(CallParams):
 
     @property
     def stays(self) -> str:  # type: ignore[override]
-        return "it is a feed with sharding=, which names devices" * bool(self.devices)
+        why = "it is a feed with sharding=, which names devices"
+        return why if self.devices else ""
 
     def native_kind(self, placement: Placement) -> _native.Kind:
         stream = self.callback.function
@@ -40,9 +41,11 @@ class FeedParams(CallParams):
                 f"hostcall: the program takes items of the feed {self.callback.name!r},"
                 " and what is registered here under its name is no hc.feed"
             )
-        # The engine copies items of the ring's size into the results' memory.
-        sizes = [a.size * a.dtype.itemsize for a in self.avals[:-1]]
-        if sizes != stream.sizes or len(self.avals[-1].shape):
+        # The engine copies items of the ring's size into the results' memory. The last
+        # result is the scalar that says whether there was an item.
+        # A file may have any avals, or none.
+        sizes = [aval.size * aval.dtype.itemsize for aval in self.avals[:-1]]
+        if sizes != stream.sizes or self.avals[-1].shape:
             raise LoadError(
                 f"hostcall: the program takes items of {sizes} bytes from the feed"
                 f" {self.callback.name!r}, and the items of the feed that is registered"

@@ -35,14 +35,10 @@ from hostcall._primitives.eager import (
     row_major,
     start,
 )
-from hostcall._primitives.lowering import (
-    EngineCall,
-    emit_through_jax,
-    make_slot,
-    refuse_export,
-    register,
-)
+from hostcall._primitives.kept_alive import refuse_export
+from hostcall._primitives.lowering import EngineCall, make_slot, register
 from hostcall._primitives.tap import repeated
+from hostcall._primitives.through_jax import emit_through_jax
 from hostcall._runtime import host_device
 
 T = TypeVar("T")

@@ -22,7 +22,8 @@ from jax.flatten_util import ravel_pytree
 
 from hostcall._core.errors import HostcallError, SpecError, choices, wrong
 from hostcall._core.host_code import HostCode
-from hostcall._core.options import ROWS, Option, check
+from hostcall._core.option_checks import check
+from hostcall._core.options import ROWS, Option
 from hostcall._core.spec import Template
 from hostcall.bridge._library import Arrays, needed, split
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from hostcall import _jax
+from hostcall._core.array_values import is_numeric
 from hostcall._core.errors import DerivativeError, SpecError
-from hostcall._core.spec import is_numeric
 from hostcall._host_function.trees import pick
 from hostcall.bridge._library import Arrays, Code, Flags, Run
 from hostcall.bridge._torch.tensors import array, check_unwritten, own_tensor, tensor

@@ -327,8 +327,11 @@ class _Users:
         own_equations: Collection[int] = self.within if level is self.level else ()
         if has_left:
             own_equations = [at for at in own_equations if level.places[at].is_backward]
-        uses = [use for use in level.uses.get(var, ()) if use[0] not in own_equations]
-        return any(self._goes_on(level, *use, has_left) for use in uses)
+        return any(
+            self._goes_on(level, at, position, has_left)
+            for at, position in level.uses.get(var, ())
+            if at not in own_equations
+        )
 
     def _goes_on(self, level: Level, at: int, position: int, has_left: bool) -> bool:
         if at >= 0:

@@ -19,7 +19,15 @@ import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, rewriting, tracing
+from hostcall._jax import (
+    Atom,
+    Jaxpr,
+    JaxprEquation,
+    Var,
+    jaxprs,
+    rewritten_programs,
+    tracing,
+)
 from hostcall._jax.places import EqnPath
 from hostcall._jax.rewriting import Level
 from hostcall.tools._observe.bad_values import Reports
@@ -143,7 +151,7 @@ class Judge(HostCode):
             # The host's own programs make the bad value again, whatever the user's
             # settings say of such values, and have the types that the equations name.
             with (
-                rewriting.not_rewritten(),
+                rewritten_programs.not_rewritten(),
                 jax.transfer_guard("allow"),
                 jax.debug_nans(False),
                 jax.debug_infs(False),

@@ -45,7 +45,11 @@ class Where:
 
     def _has(self, lines: Sequence[tuple[str, str]]) -> bool:
         def named_by(patterns: tuple[str, ...]) -> bool:
-            return any(names(pattern, *line) for pattern in patterns for line in lines)
+            return any(
+                names(pattern, file, function)
+                for pattern in patterns
+                for file, function in lines
+            )
 
         return (not self.only or named_by(self.only)) and not named_by(self.ignore)
 
@@ -60,9 +64,8 @@ def names(pattern: str, file: str, function: str) -> bool:
     if "/" in pattern or pattern.endswith(".py"):
         path = file.replace(os.sep, "/")
         return fnmatchcase(path, pattern) or fnmatchcase(path, f"*/{pattern}")
-    own_name = function.rpartition("<locals>.")[
-        2
-    ]  # of a function inside of another one
+    # That of a function inside of another one.
+    _, _, own_name = function.rpartition("<locals>.")
     candidates = [function, own_name, own_name.rpartition(".")[2]]
     packages = _module_of(file).split(".")
     candidates += [".".join(packages[: n + 1]) for n in range(len(packages))]

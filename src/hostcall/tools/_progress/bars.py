@@ -171,13 +171,15 @@ class Bar:
         elif total is None:
             shown = [int(np.argmax(done))]
         else:
-            # Among equals the longest, which the bar's total is taken from.
+            # The row that is the furthest behind. Among equals the longest, which the
+            # bar's total is taken from.
             shown = np.lexsort((-total, done / np.maximum(total, 1)))[:1].tolist()
+        # A new bar's time begins where a device passed the tap, not where it is shown.
         began = _passed(self._tap) if len(shown) > len(self.drawn) else 0.0
         for number, row in enumerate(shown):
             n = int(done[row])
             rows = slice(row, row + 1) if is_each_row else slice(None)
-            if number == len(self.drawn):
+            if number == len(self.drawn):  # the row has no bar so far
                 place = f"[{number}]" if len(shown) > 1 else None
                 name = " ".join(filter(None, (self.loop.desc, place))) or None
                 last = None if total is None else int(total[row])
