@@ -70,11 +70,13 @@ def _compile_once(
     devices = tuple(device.id for device in executable_devices)
     key = (id(backend), devices, options.SerializeAsString(), text)
     with _lock:
-        found = _kept.get(key)
+        found = _kept.pop(key, None)
+        if found is not None:
+            _kept[key] = found  # as the newest
     if found is None:
         found = run()
         with _lock:
             _kept[key] = found
             if len(_kept) > LIMIT:
-                del _kept[next(iter(_kept))]  # the oldest
+                del _kept[next(iter(_kept))]  # unused for longest
     return found
