@@ -21,11 +21,16 @@ I32 = jax.ShapeDtypeStruct((), np.int32)
 class Log:
     """What has happened: (kind, number), or (kind, *numbers) for several rows at once."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, seen=None, offset=0):
+        self.seen = [] if seen is None else seen
+        self.offset = offset
 
     def add(self, kind, number):
-        self.seen.append((kind, *np.ravel(number).tolist()))
+        self.seen.append((kind, *np.ravel(number + self.offset).tolist()))
+
+    def with_offset(self, offset):
+        """The same log, where host code adds `offset` to each number."""
+        return Log(self.seen, offset)
 
     def called(self, kind):
         """The host function of a call. The taps before it have left the program."""
@@ -38,7 +43,8 @@ class Log:
 
     def taken(self):
         hc.barrier()
-        seen, self.seen = self.seen, []
+        seen = list(self.seen)
+        self.seen.clear()
         return seen
 
 
@@ -74,9 +80,9 @@ KINDS = {
 }
 
 
-def emit(log, kind, number):
+def emit(log, kind, number, offset=0):
     face, order = KINDS[kind]
-    face(log, number, order)
+    face(log.with_offset(offset), number, order)
 
 
 def all_pairs(kinds):
@@ -93,17 +99,26 @@ def all_pairs(kinds):
 
 
 class EachAfterEach:
-    """`do(i)` has host calls in which each kind comes directly after each."""
+    """`do(i)` has host calls in which each kind comes directly after each.
+
+    One call in COMPUTED gets a number that the program computes for it alone, which XLA
+    makes a kernel for. With one for each call, kernels are most of the time of the test.
+    """
 
     PARTS = 6
+    COMPUTED = 5
 
     def __init__(self, log, kinds, numbers=lambda i: i):
         self.log, self.numbers = log, numbers
         self.path = all_pairs(kinds)
 
     def __call__(self, i, begin=0, end=None):
-        for number, kind in enumerate(self.path[begin:end], begin):
-            emit(self.log, kind, self.numbers(i) + 1000 * number)
+        numbers = self.numbers(i)
+        for place, kind in enumerate(self.path[begin:end], begin):
+            if place % self.COMPUTED == 0:
+                emit(self.log, kind, numbers + 1000 * place)
+            else:
+                emit(self.log, kind, numbers, offset=1000 * place)
 
     def part(self, k):
         """`do` with a sixth of the pairs, so that all are in a program of six parts."""
@@ -459,7 +474,7 @@ def test_each_device_of_a_shard_map(place, manual):
     def program(x):
         def do(i):
             for number, kind in enumerate(kinds):
-                emit(log, kind, i + 10 * x[0] + 1000 * number)
+                emit(log, kind, i + 10 * x[0], offset=1000 * number)
 
         if manual == "all axes":
             do = EachAfterEach(log, kinds, lambda i: i + 10 * x[0])
@@ -484,10 +499,11 @@ def test_each_device_of_a_shard_map(place, manual):
     )
     jax.block_until_ready(run(jnp.arange(devices, dtype=np.int32)))
     got = log.taken()
+    with jax.disable_jit():
+        program(jnp.array([0], np.int32))
+    of_the_first = log.taken()
     for device in range(devices):
-        with jax.disable_jit():
-            program(jnp.array([device], np.int32))
-        want = log.taken()
+        want = [(kind, n + 10 * device) for kind, n in of_the_first]
         if manual == "all axes" or TOKENS_OVER_SOME_AXES:
             assert of(device, got) == want
         else:  # each jaxpr has an order of its own

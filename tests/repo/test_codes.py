@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import pickle
 import re
@@ -33,6 +34,7 @@ KINDS = {
 }
 
 
+@functools.cache  # and not when the tests are collected, which each worker does
 def raised() -> list[tuple[str, str, str | None]]:
     """(place, class, code) of each error that is made in the package."""
     found = []
@@ -49,14 +51,13 @@ def raised() -> list[tuple[str, str, str | None]]:
     return found
 
 
-RAISED = raised()
 # A failure that goes through JAX's own callback has the code of the error inside.
 VARIABLE = "code"
 
 
 def test_each_error_has_a_code_with_a_section():
-    assert len(RAISED) > 150  # so many places were found
-    for place, name, code in RAISED:
+    assert len(raised()) > 150  # so many places were found
+    for place, name, code in raised():
         if code != VARIABLE:
             assert (code or KINDS[name].code) in SECTIONS, place
 
@@ -64,12 +65,14 @@ def test_each_error_has_a_code_with_a_section():
 def test_an_error_of_the_base_class_names_its_code():
     """Its default is for errors that stand for others; the rest say what happened."""
     assert [
-        place for place, name, code in RAISED if (name, code) == ("HostcallError", None)
+        place
+        for place, name, code in raised()
+        if (name, code) == ("HostcallError", None)
     ] == []
 
 
 def test_each_section_has_errors():
-    used = {code or KINDS[name].code for _, name, code in RAISED}
+    used = {code or KINDS[name].code for _, name, code in raised()}
     assert set(SECTIONS) - used == set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def of_hostcall(name: str) -> bool:
     return first == "hostcall" and any(re.match("_[a-z]", part) for part in rest)
 
 
+@functools.cache  # and not when the tests are collected, which each worker does
 def private_attributes() -> set[str]:
     """`_name` of each attribute and method of hostcall's classes."""
     found = set()
@@ -43,9 +45,6 @@ def private_attributes() -> set[str]:
     return {name for name in found if re.match("_[a-z]", name)}
 
 
-PRIVATE = private_attributes()
-
-
 @pytest.mark.parametrize("path", ORDINARY, ids=lambda path: path.stem)
 def test_an_ordinary_test_uses_public_names(path):
     """What needs a private one is in tests/inside, or in a file `*_inside.py`."""
@@ -59,7 +58,7 @@ def test_an_ordinary_test_uses_public_names(path):
                 used += [name for name in names if of_hostcall(name)]
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
                 pass  # of the test's own classes
-            case ast.Attribute() if node.attr in PRIVATE:
+            case ast.Attribute() if node.attr in private_attributes():
                 used.append(f"line {node.lineno}: {ast.unparse(node)}")
     assert used == []
 

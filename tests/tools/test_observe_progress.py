@@ -155,19 +155,30 @@ print("result", jax.jit(f)(float(sys.argv[1])))
 """
 
 
-def run(tmp_path, *options, argument="3"):
+def arguments(tmp_path, options, argument):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    command = [
-        sys.executable,
-        "-m",
-        "hostcall",
-        "run",
-        *options,
-        str(program),
-        argument,
-    ]
+    return ["run", *options, str(program), argument]
+
+
+def run(tmp_path, *options, argument="3"):
+    command = [sys.executable, "-m", "hostcall"]
+    command += arguments(tmp_path, options, argument)
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def run_in_fork(tmp_path, run_python):
+    """`run` in a process that need not import JAX, for many runs of one test."""
+    source = """
+        import runpy
+        runpy.run_module("hostcall", run_name="__main__", alter_sys=True)
+    """
+
+    def run_it(*options, argument="3"):
+        return run_python(source, *arguments(tmp_path, options, argument), check=False)
+
+    return run_it
 
 
 def test_command_line(tmp_path):
@@ -186,30 +197,30 @@ def test_command_line_writes_values_to_a_file(tmp_path, name):
     assert text.splitlines()[-1].endswith(",2.0") == name.endswith("csv")
 
 
-def test_command_line_goes_on(tmp_path):
+def test_command_line_goes_on(tmp_path, run_in_fork):
     done = run(tmp_path, "--nans", "--on-bad", "report", argument="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "result -inf\n"
     assert "log at program.py:7: 1" in done.stderr
-    assert run(tmp_path, "--nans", "--no-infs", argument="1").stderr == ""
-    assert "need --nans" in run(tmp_path, "--no-infs").stderr
-    assert "--values NAME" in run(tmp_path, "--nans", "--to", "x.csv").stderr
+    assert run_in_fork("--nans", "--no-infs", argument="1").stderr == ""
+    assert "need --nans" in run_in_fork("--no-infs").stderr
+    assert "--values NAME" in run_in_fork("--nans", "--to", "x.csv").stderr
 
 
-def test_command_line_says_where_to_look(tmp_path):
+def test_command_line_says_where_to_look(run_in_fork):
     """A line that `--only` does not name, or that `--ignore` does, is not looked at."""
     for place in ("program.py", "f", "program"):
-        named = run(tmp_path, "--nans", "--only", place, argument="1")
+        named = run_in_fork("--nans", "--only", place, argument="1")
         assert named.returncode == 1, named.stderr
         assert "program.py:7 in f" in named.stderr
-        ignored = run(tmp_path, "--nans", "--ignore", place, argument="1")
+        ignored = run_in_fork("--nans", "--ignore", place, argument="1")
         assert ignored.returncode == 0, ignored.stderr
         assert ignored.stdout == "result -inf\n"
     several = ("--only", "optax", "--only", "other.py")
-    assert run(tmp_path, "--nans", *several, argument="1").returncode == 0
-    values = run(tmp_path, "--values", "y", "--values", "z", "--ignore", "f")
+    assert run_in_fork("--nans", *several, argument="1").returncode == 0
+    values = run_in_fork("--values", "y", "--values", "z", "--ignore", "f")
     assert "y (program.py:6)" not in values.stderr
-    refused = run(tmp_path, "--only", "program.py")
+    refused = run_in_fork("--only", "program.py")
     assert refused.returncode == 2
     assert "need --nans, --progress or --values" in refused.stderr
 
