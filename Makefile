@@ -53,7 +53,7 @@
 #
 # PYTHON=python3.12  which Python makes the environment (3.11 or later)
 # VENV=.venv         where
-# JAX="jax==0.10.2"  which jax; empty for the newest that is supported
+# JAX="jax==0.9.0"  which jax; empty for the newest that is supported
 # TESTS=tests/tap    which tests `make test` runs; empty for all but tests/pages
 # BASE=main          what test-fast compares with; empty for the last merge
 SHELL := /bin/bash
@@ -263,7 +263,7 @@ sdist: $(TOOLS)/.made
 	$(TOOLS)/bin/python scripts/wheels.py sdist
 
 ports: $(TOOLS)/.made
-	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check numpy nanobind jaxlib==0.10.2 ziglang
+	$(TOOLS)/bin/pip install --quiet --disable-pip-version-check numpy nanobind jaxlib==0.9.0 ziglang
 	scripts/ports.sh $(TOOLS)/bin/python
 
 test-arm: $(TOOLS)/.made

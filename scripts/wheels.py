@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
 # With the oldest jaxlib that has wheels for each (a test compares with pyproject.toml).
-OLDEST = dict.fromkeys(("3.11", "3.12", "3.13", "3.14", "3.14t"), "0.10.2")
+OLDEST = dict.fromkeys(("3.11", "3.12", "3.13", "3.14", "3.14t"), "0.9.0")
 OLDEST |= dict.fromkeys(("3.15", "3.15t"), "0.11.1")
 TAG = f"manylinux_2_27_{platform.machine()}"
 

@@ -56,6 +56,12 @@ NAMES_CALLBACKS = Lack(
 LOOPS_LINEARIZED_TWICE = Lack(
     (0, 10, 2), _JAX, "JAX can't linearize twice through a loop that is under remat"
 )
+PLAIN_REPORTS = Lack(
+    (0, 10, 1), _JAXLIB, "XLA's reports of programs over devices begin with a prefix"
+)
+LOST_JOBS_ABORT = Lack(
+    (0, 9, 2), _JAXLIB, "a process that another one has left exits with 1"
+)
 NUMPY_PRIMALS = Lack(
     (0, 9, 2), _JAX, "derivative rules get NumPy's arrays in a class without methods"
 )

@@ -96,14 +96,20 @@ def on_each_device(types):
     return ir.Attribute.parse(f"#sdy.sharding_per_value<[{', '.join(values)}]>")
 
 
+def behind_the_module(arguments):
+    """The channel and what follows it: an older JAX passes no module context before."""
+    return arguments if isinstance(arguments[0], int) else arguments[1:]
+
+
 class Lowering:
     """While it is open, JAX's TPU lowering emits a host's custom calls."""
 
     def __init__(self, host):
         self.host = host
 
-    def send(self, module, channel, token, operand, name=None, *, sharding=None):
-        del module, name, sharding
+    def send(self, *arguments, name=None, sharding=None):
+        del name, sharding
+        channel, token, operand, *_ = behind_the_module(arguments)
 
         def function(token, device, value):
             return self.host.send(channel, token, device, value)
@@ -111,8 +117,9 @@ class Lowering:
         types = [hlo.TokenType.get()]
         return self.host.emit(function, [token, operand], types)[0]
 
-    def receive(self, module, channel, token, aval, name=None, *, sharding=None):
-        del module, name, sharding
+    def receive(self, *arguments, name=None, sharding=None):
+        del name, sharding
+        channel, token, aval, *_ = behind_the_module(arguments)
 
         def function(token, device):
             return self.host.receive(channel, token, device)

@@ -173,7 +173,7 @@ def test_a_missing_part_is_refused_where_it_is_used(run_python):
         text = str(error)
     assert "hc.observe can't work with jax" in text
     assert "jax._src.linear_util.wrap_init" in text
-    assert 'pip install "jax>=0.10.2,<=' in text
+    assert 'pip install "jax>=0.9.0,<=' in text
     assert "newer hostcall" in text
     """
     )
@@ -189,7 +189,7 @@ def test_without_what_everything_needs_the_import_says_so(run_python):
         text = str(error)
     assert "hostcall can't be imported under jax" in text
     assert "jax._src.effects.EffectTypeSet" in text, text
-    assert 'pip install "jax>=0.10.2,<=' in text
+    assert 'pip install "jax>=0.9.0,<=' in text
     """
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import jobs
 import numpy as np
 import older_jax
 import pytest
@@ -55,6 +56,47 @@ def loops_linearized_twice(run_python):
     f = jax.checkpoint(square)
     slope = lambda x: jax.linearize(f, x)[1](one)
     return float(jax.linearize(slope, jnp.float32(5))[1](one)) == 2
+
+
+def plain_reports(run_python):
+    # In a process of its own, whose end raises the failure again.
+    source = """
+    import jax, numpy as np
+    from jax.sharding import PartitionSpec as P
+    def fails(x):
+        raise LookupError("no such row")
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("x",))
+    call = lambda x: jax.pure_callback(fails, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    f = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x")))
+    try:
+        f(np.zeros(2, np.float32)).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        print("Buffer Definition Event" in str(error), "no such row" in str(error))
+    """
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    begins, tells = run_python(source, env=flags, check=False).stdout.split()
+    assert tells == "True"
+    return begins == "False"
+
+
+def lost_jobs_abort(run_python):
+    source = """
+    import jax, os, sys, threading
+    me, port = int(sys.argv[1]), sys.argv[2]
+    jax.distributed.initialize(f"localhost:{port}", 2, me, heartbeat_timeout_seconds=5)
+    jax.devices()  # which both wait for
+    if me == 1:
+        os._exit(7)
+    threading.Event().wait()
+    """
+
+    def run(me, port):
+        return run_python(source, str(me), port, check=False).returncode
+
+    left, gone = jobs.in_each(2, run)
+    assert gone == 7
+    assert left in (1, -6)
+    return left == -6
 
 
 def numpy_primals(run_python):

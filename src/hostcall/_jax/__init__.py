@@ -2,7 +2,7 @@
 
 Modules outside this folder must not name anything under `jax._src` and must not replace
 any of JAX's functions or attributes (tests/repo/test_layers.py reads the imports). All
-of these files were read against and run with JAX 0.10.2 to 0.12.0.1.
+of these files were read against and run with JAX 0.9.0 to 0.12.0.1.
 
     needs         the table of what hostcall needs of JAX that JAX does not promise
     door          JAX's private modules, which are checked against that table

@@ -9,6 +9,7 @@ import numpy as np
 
 from hostcall._jax.door import guard_lib as _guard_lib
 from hostcall._jax.door import jaxlib as _jaxlib
+from hostcall._jax.door import mlir as _src_mlir
 from hostcall._jax.door import xla_bridge as _xla_bridge
 from hostcall._jax.door import xla_client as _xla_client
 from hostcall._jax.dtypes import WIDE_DTYPES, able_to_hold, canonical_dtype
@@ -145,9 +146,11 @@ def back_ends_started() -> bool:
     return bool(_xla_bridge._backends)
 
 
-def clients() -> list[Client]:
-    """The clients of the back ends that JAX has started in this process."""
-    return list(_xla_bridge._backends.values())
+def owners_of_threads() -> list[object]:
+    """What joins threads in its destructor: the clients of the back ends that JAX has
+    started in this process, and MLIR's pool, whose threads lower programs in jax 0.9.
+    """
+    return [*_xla_bridge._backends.values(), _src_mlir.global_thread_pool]
 
 
 def process_of(device: Device) -> int:

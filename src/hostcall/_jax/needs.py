@@ -18,7 +18,7 @@ import enum
 from typing import NamedTuple
 
 # The versions of JAX under which the suite has run (CONTRIBUTING.md).
-OLDEST = "0.10.2"
+OLDEST = "0.9.0"
 NEWEST = "0.12.0.1"
 INSTALL = f'pip install "jax>={OLDEST},<={NEWEST}"'
 
@@ -398,7 +398,7 @@ NEEDS: tuple[Need, ...] = (
         Part.EXPORT,
         "eval_dynamic_shape_as_tensor global_thread_pool",
         "XLA wants symbolic sizes as values; a process with MLIR's threads "
-        "may not fork",
+        "may not fork, and a forked child may not end the pool of these",
     ),
     Need(
         "mlir",

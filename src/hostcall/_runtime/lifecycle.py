@@ -269,11 +269,11 @@ def _start_anew() -> None:
         if _end.watch is not None:
             _end.watch()
         return
-    # A client's destructor joins its threads, which do not exist here. A child that
-    # ends by sys.exit would crash there, as it does in plain JAX, so the clients are
-    # kept alive; those of _runtime/host_device.py are by their `after_fork`.
-    for client in _jax.clients():
-        _native.keep_for_ever(client)
+    # Their destructors join threads that do not exist here. A child that ends by
+    # sys.exit would crash or hang there, as it does in plain JAX, so they are kept
+    # alive; the clients of _runtime/host_device.py are by their `after_fork`.
+    for owner in _jax.owners_of_threads():
+        _native.keep_for_ever(owner)
 
 
 # When hostcall is imported; see above.
