@@ -3,8 +3,6 @@
 # make test-fast  at most three minutes of them on two cores: smoke tests, those of what
 #               differs from the last merge, and another share of all each day
 # make test-map   all tests, and writes for test-fast which of them runs which function
-# make test-staged  the tests with the GPU's handlers, on a driver that takes the host's
-#               memory for a device's (tests/platforms.py)
 # make test-gpu-runtime  the tests in XLA's CUDA runtime, on a driver of ours instead of a
 #               GPU's (tests/fakegpu); skipped where XLA's packages can't be had
 # make test-releases RELEASES="/usr/bin/python3.11 python3.12"  tests/call under each of
@@ -69,7 +67,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-fast test-map test-releases test-staged test-gpu-runtime test-gpu-functions test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-fast test-map test-releases test-gpu-runtime test-gpu-functions test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -105,9 +103,6 @@ test-releases:
 	  $(MAKE) test PYTHON="$$python" TESTS=tests/call VENV=".venv-$$("$$python" -c \
 	    'import sys; print(".".join(map(str, sys.version_info[:3])))')" || exit 1; \
 	done
-
-test-staged: $(VENV)/.installed
-	$(BIN)/python $(PYTEST) --platform staged $(ALL)
 
 # Folders that were run there whole, in the time that .ci/run has for it. Others:
 # GPU_RUNTIME=tests/compat.

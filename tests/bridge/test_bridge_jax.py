@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from meshes import line, over
+from platforms import late_square
 
 import hostcall as hc
 
@@ -451,7 +452,7 @@ def test_200_programs_in_flight(device):
 
 def test_a_ring_of_devices_that_wait_for_each_other():
     """With JAX alone, 20 programs on each of four devices wait for ever."""
-    a, devices = np.ones((200, 200), np.float32) / 200, jax.devices()
+    a, devices = np.ones(late_square(200), np.float32) / 200, jax.devices()
     fs = [hc.bridge.jax(lambda a: a @ a, device=devices[(i + 1) % 4]) for i in range(4)]
     gs = [jax.jit(lambda a, f=f: f(a @ a) @ a) for f in fs]
     at = [jax.device_put(a, d) for d in devices]

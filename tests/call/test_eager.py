@@ -142,6 +142,7 @@ def outcome(row, call):
     before = hc.errors.last_error()
     try:
         value = jax.block_until_ready(call(*row.args))
+        hc.barrier()  # on a GPU, the failure of a program without results comes later
     except Exception as error:
         text = str(error)
         kind = type(error)

@@ -14,12 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from limits import holds_in_time
 from meshes import line
+from platforms import late_square
 
 import hostcall as hc
 
 JaxRuntimeError = jax.errors.JaxRuntimeError
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
-SIDE = 300
+SQUARE = late_square(300)
 
 orders = pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
 
@@ -27,7 +28,7 @@ orders = pytest.mark.parametrize("order", ["pure", "unordered", "ordered"])
 @pytest.fixture
 def ones():
     """An operand so large that XLA runs the program on one of its own threads."""
-    return jax.block_until_ready(jnp.ones((SIDE, SIDE)))
+    return jax.block_until_ready(jnp.ones(SQUARE))
 
 
 def late(v, ones):

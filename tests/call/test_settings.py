@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import policies
 import pytest
+from platforms import late_square
 
 import hostcall as hc
 
 F32 = jax.ShapeDtypeStruct((), jnp.float32)
 # Programs with this product run on XLA's threads, others on the one that dispatches.
-M = jnp.ones((600, 600))
+M = jnp.ones(late_square(600))
 
 
 def costly(m):

@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 from older_jax import NAMES_CALLBACKS
-from platforms import forget_failed_effects
+from platforms import forget_failed_effects, late_square
 from specs import like
 
 import hostcall as hc
@@ -145,7 +145,7 @@ def test_callbacks_that_use_jax_do_not_hang(kind):
     f = jax.jit(
         lambda m: jnp.matmul(OURS[kind](host, like(m), m), m, precision="highest")
     )
-    m = jnp.eye(200)
+    m = jnp.eye(*late_square(200))
     outs = [f(m * i) for i in range(60)]
     for i, out in enumerate(outs):
         assert out[0, 0] == i**3

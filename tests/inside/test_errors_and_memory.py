@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from platforms import late_square
 
 import hostcall as hc
 from hostcall._core import callback, coerce, config, failures, ledger
@@ -121,7 +122,7 @@ def test_a_barrier_finds_an_old_failure_that_nobody_saw():
     def f(x, m):
         return hc.call(bad, F32, x + (m @ m)[0, 0])
 
-    unread = f(1.0, jnp.zeros((600, 600)))
+    unread = f(1.0, jnp.zeros(late_square(600)))
     failures.failure_of(unread)  # hostcall looks, not the user
     for _ in range(ledger.REMEMBERED + 100):
         with contextlib.suppress(LookupError):

@@ -1,9 +1,8 @@
 """The CUDA engine as far as it can be shown without a GPU.
 
 Each program runs on XLA's CPU runtime, with the CUDA handlers below it and a driver that
-uses host memory as a device's (tests/platforms.py); `pytest --platform staged` runs all
-other tests in this way. The driver itself checks that CUDA's rules are kept:
-pinned memory only, no call from a host function, nothing overwritten early.
+uses host memory as a device's (tests/staged.py). The driver itself checks that CUDA's
+rules are kept: pinned memory only, no call from a host function, nothing overwritten early.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import platforms
 import policies
 import pytest
+import staged
 
 import hostcall as hc
 
@@ -26,8 +25,8 @@ sys.path.insert(0, os.environ["TESTS"])
 import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from pathlib import Path
-import platforms
-fake = platforms.use_fake_driver(*map(Path, os.environ["STAGED"].split(os.pathsep)))
+import staged
+fake = staged.use(*map(Path, os.environ["STAGED"].split(os.pathsep)))
 import hostcall as hc
 count = lambda name: fake.fakeCount(name.encode())
 spec = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
@@ -40,7 +39,7 @@ assert not broken, broken
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    return platforms.staged(tmp_path_factory.mktemp("driver"))
+    return staged.built(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
@@ -243,7 +242,7 @@ def at(interface):
     n = int(np.prod(interface["shape"]))
     return np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
 def host(ctx, out, x):
-    assert ctx.stream in platforms.STREAMS
+    assert ctx.stream in staged.STREAMS
     assert ctx.__cuda_stream__() == (0, ctx.stream)
     for buffer, writeable in ((x, False), (out, True)):
         interface = buffer.__cuda_array_interface__
@@ -319,7 +318,7 @@ kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 code = kind(lambda outs, ins, stream: seen.append(stream))
 f = jax.jit(hc.buffers.buffer_callback(hc.buffers.native(code), spec()))
 jax.block_until_ready(f(jnp.ones(4)))
-assert seen and seen[0] in platforms.STREAMS
+assert seen and seen[0] in staged.STREAMS
 """)
 
 
@@ -392,7 +391,7 @@ def test_a_call_on_the_devices_arrays(run):
         + """
 def host(x, name, *, y):
     assert name == "a" and isinstance(x, hc.buffers.Buffer) and not x.writeable
-    assert hc.current().stream in platforms.STREAMS
+    assert hc.current().stream in staged.STREAMS
     return {"s": made(read(x) + read(y)), "x": x}
 f = jax.jit(lambda x, y: hc.call(host, {"s": x, "x": x}, x, "a", y=y, arrays="cuda"))
 x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))
@@ -411,7 +410,7 @@ def test_what_was_made_on_another_stream_is_waited_for(run):
     run(
         ON_DEVICE
         + """
-other, TRUE, ABSENT = platforms.STREAMS[-1], "its own", "no such key"
+other, TRUE, ABSENT = staged.STREAMS[-1], "its own", "no such key"
 def late(stream):                          # a value that comes later, on that stream
     named = {} if told is ABSENT else {"stream": stream if told is TRUE else told}
     source, value = np.full(4, 7, np.float32), made(np.zeros(4, np.float32), **named)

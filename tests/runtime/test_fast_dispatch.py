@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from platforms import late_square
 
 import hostcall as hc
 
@@ -25,7 +26,7 @@ I32 = jax.ShapeDtypeStruct((), np.int32)
 @pytest.fixture(scope="module")
 def slow():
     """A program that JAX dispatches at once, and whose result is ready much later."""
-    m = jax.block_until_ready(jnp.ones((400, 400)))
+    m = jax.block_until_ready(jnp.ones(late_square(400)))
 
     def body(c, _):
         return jnp.sin(c @ c) * 0.01, None

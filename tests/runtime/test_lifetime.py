@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from limits import resident_kib
+from platforms import late_square
 
 import hostcall as hc
 
@@ -206,7 +207,7 @@ def test_a_program_that_is_dropped_while_it_runs_ends(in_time):
         return x
 
     # Large enough that XLA runs it on one of its own threads.
-    x = jnp.ones((1000, 1000))
+    x = jnp.ones(late_square(1000))
     program = jax.jit(lambda x: hc.call(host, x, x @ x) + 1)
     y = program(x)
     entered.wait()
@@ -215,7 +216,7 @@ def test_a_program_that_is_dropped_while_it_runs_ends(in_time):
     assert in_time(lambda: True)  # frees it at once, not when the watcher next does
     go.set()
     assert y[0, 0] == 1001
-    assert seen == [1000]
+    assert seen == [x.shape[0]]
 
 
 CACHED = """
@@ -294,7 +295,7 @@ def test_what_a_program_held_dies_without_further_calls():
         leave.wait(60)
         return a
 
-    m = jnp.ones((600, 600))  # large enough that XLA runs it on one of its threads
+    m = jnp.ones(late_square(600))
     f = jax.jit(lambda m, host=host: hc.call(host, m, m @ m))
     y = f(m)
     assert entered.wait(60)

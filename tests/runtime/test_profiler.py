@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from platforms import late_square
 
 import hostcall as hc
 
@@ -122,7 +123,7 @@ with jax.profiler.trace(sys.argv[1]):
 
 def test_a_profile_shows_a_wait_for_the_gil(tmp_path):
     pause = ctypes.PyDLL(None).usleep  # holds the GIL
-    m = jnp.ones((600, 600))  # so that it runs on a thread of XLA's
+    m = jnp.ones(late_square(600))  # so that it runs on a thread of XLA's
 
     @jax.jit
     def loop(m):

@@ -17,8 +17,8 @@ me, port = int(sys.argv[1]), sys.argv[2]
 jax.distributed.initialize(f"localhost:{port}", 2, me)
 if sys.argv[4:]:
     sys.path.append(sys.argv[4])
-    import platforms
-    platforms.set_up("staged")
+    import staged
+    staged.start()
 import hostcall as hc
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 n = jax.device_count()

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from platforms import late_square
 
 import hostcall as hc
 
@@ -37,7 +38,7 @@ class Gate:
     def __init__(self):
         self._event, self._value = threading.Event(), None
         self._program = jax.jit(self._compute)
-        self._ones = jnp.ones((128, 128))
+        self._ones = jnp.ones(late_square(128))
 
     def _compute(self, m):
         return hc.call(self._wait, SCALAR, (m @ m).sum())
@@ -714,7 +715,7 @@ def test_random_programs_of_six_threads(gate):
     del gate
     log = Log()
     programs = [program(log, "call", "dropped"), program(log, "unordered call", "none")]
-    large = jnp.ones((256, 256))
+    large = jnp.ones(late_square(256))
     late = jax.jit(lambda m, x: x + 0 * jnp.tanh(m @ m @ m).sum())
     waits = [hc.barrier, jax.effects_barrier]
     wrong = []

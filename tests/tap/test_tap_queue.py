@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from limits import holds_in_time
+from platforms import late_square
 
 import hostcall as hc
 
@@ -245,7 +246,7 @@ def test_a_barrier_inside_a_call_waits_for_taps_and_not_for_its_program():
         hc.tap(seen.append, m[0, 0])
         return hc.call(host, m, m, order="unordered")
 
-    m = jnp.ones((600, 600))  # large enough that XLA runs it on one of its threads
+    m = jnp.ones(late_square(600))
     m = jax.jit(lambda m: hc.call(late, m, m @ m))(m)
     y = f(m)  # does not run on the dispatching thread
     gate.set()
@@ -263,7 +264,7 @@ def test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error():
     def bad(x):
         raise LookupError("once")
 
-    m = jnp.ones((600, 600))  # large enough that XLA runs it on one of its threads
+    m = jnp.ones(late_square(600))
     m = jax.jit(lambda m: hc.call(late, m, m @ m))(m)
     # With an input that is not ready, it does not run on the dispatching thread.
     jax.jit(lambda m: hc.call(bad, None, m, order="ordered"))(m)

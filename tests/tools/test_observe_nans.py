@@ -713,7 +713,7 @@ def minimizes(x):
 
 
 def integrates(x):
-    return odeint(lambda y, t: jnp.log(y - t), x[0], jnp.linspace(0, 5.0, 4), mxstep=9)
+    return odeint(lambda y, t: jnp.log(y - t), x[0], jnp.linspace(0, 5, 4), mxstep=30)
 
 
 def expands(x):

@@ -96,7 +96,7 @@ class _Sign:
         error = failures.failure_of(self.result)
         if error is None or not failures.number_in(error):
             return None
-        return error.with_traceback(None)  # which leads to this sign
+        return error
 
 
 class _Alive:

@@ -443,7 +443,9 @@ def failure_of(result: Any) -> Exception | None:
         try:
             result.block_until_ready()
         except (*_jax.REPORTS, RuntimeError) as error:  # RuntimeError: it was deleted
-            return error
+            # Its traceback leads to all frames below this one. One of them is given the
+            # error: a cycle, with whatever the user's frames hold.
+            return error.with_traceback(None)
     return None
 
 
