@@ -5,6 +5,8 @@
 # make test-map   all tests, and writes for test-fast which of them runs which function
 # make test-gpu-runtime  the tests in XLA's CUDA runtime, on a driver of ours instead of a
 #               GPU's (tests/fakegpu); skipped where XLA's packages can't be had
+# make test-gpu-programs  programs drawn at random, there and on the CPU, for SECONDS (600):
+#               FIRST (0) is the first one's number, COUNT (10000) how many at most
 # make test-releases RELEASES="/usr/bin/python3.11 python3.12"  tests/call under each of
 #               these Pythons, such as Debian's 3.11.2 and pyenv's
 # make test-optional  the tests and examples of bridges and executors with the packages
@@ -67,7 +69,7 @@ NATIVE = $(wildcard native/*/*.cc native/*/*.h tests/native/*.cc tests/fakegpu/*
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find native src -type f \
   \( -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pth' -o -name '*.pyi' -o -name 'py.typed' \))
 
-.PHONY: demo test test-fast test-map test-releases test-gpu-runtime test-gpu-functions test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
+.PHONY: demo test test-fast test-map test-releases test-gpu-runtime test-gpu-functions test-gpu-programs test-optional test-chips docs docs-links pictures bench bench-packages check format sanitize tsan soak \
   fuzz coverage mutation clients wheels sdist ports test-arm compat wheels-ci workflows-check test-lowest audit matrix api clean
 
 demo: $(VENV)/.installed
@@ -120,6 +122,14 @@ test-gpu-runtime: $(VENV)/.installed
 
 test-gpu-functions: $(VENV)/.installed
 	PYTHONPATH="$$(scripts/xla_cuda.sh $(BIN)/python)" $(BIN)/python tests/fakegpu/functions.py
+
+test-gpu-programs: FIRST := 0
+test-gpu-programs: COUNT := 10000
+test-gpu-programs: SECONDS := 600
+test-gpu-programs: $(VENV)/.installed
+	PYTHONPATH="$$(scripts/xla_cuda.sh $(BIN)/python)" JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
+	  $(BIN)/python tests/fakegpu/random_programs.py \
+	  --first $(FIRST) --count $(COUNT) --seconds $(SECONDS)
 
 test-optional: OPTIONAL := .venv-optional
 test-optional:

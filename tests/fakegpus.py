@@ -30,6 +30,8 @@ _BESIDE = (
     *("libnvidia-ml.so.1", "libcudart.so.12", "libcublas.so.12"),
     *("libcusolver.so.11", "libcusparse.so.12", "libcufft.so.11"),
 )
+# The older compilers want it for every program.
+_BESIDE_OLD = ("libcudnn.so.9",)
 _FOLDER = Path(__file__).parent / "fakegpu"
 _BUILT = _FOLDER.parents[1] / "build" / "fakegpu"
 _SETTINGS = {
@@ -45,7 +47,6 @@ _SETTINGS = {
 # that its authors compiled, or a library has.
 _FLAGS = (
     "--xla_gpu_autotune_level=0",
-    "--xla_gpu_experimental_vmm_disabled=true",
     "--xla_force_host_platform_device_count=4",
     "--xla_gpu_enable_libnvptxcompiler=false",
     "--xla_gpu_enable_libnvjitlink=false",
@@ -59,17 +60,16 @@ _FLAGS = (
     # Matrix products of fewer elements are kernels of XLA's, not cuBLAS's.
     "--xla_gpu_gemm_rewrite_size_threshold=1000000000000",
 )
+# Arrays in memory of cuMemAlloc, whose bounds the driver knows to the byte. XLA's older
+# runtimes take virtual memory only, and end the process for a flag that they don't know.
+_NEWER_FLAGS = ("--xla_gpu_experimental_vmm_disabled=true",)
+_IS_OLD = jax.__version_info__ < (0, 12)
 
 
 def missing() -> str | None:
     """Why this platform can't be used; None if it can."""
     if sys.platform != "linux":
         return "XLA's CUDA runtime is for Linux"
-    if jax.__version_info__ < (0, 12):
-        return (
-            f"XLA's CUDA runtime of jax {jax.__version__} wants VMM memory, which this"
-            " driver does not have"
-        )
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         return (
             f"needs {' and '.join(PACKAGES)} {jax.__version__}: `make test-gpu-runtime`"
@@ -93,7 +93,8 @@ def opened(path: Path) -> ctypes.CDLL:
     driver = ctypes.CDLL(str(path))
     for name in ("fakeTakeFaults", "fakeMissing"):
         getattr(driver, name).restype = ctypes.c_char_p
-    driver.fakePinnedBytes.restype = ctypes.c_size_t
+    for name in ("fakePinnedBytes", "fakeDeviceBytes"):
+        getattr(driver, name).restype = ctypes.c_size_t
     driver.fakeStreamCreate.restype = ctypes.c_void_p
     driver.fakeStreamCreateOn.restype = ctypes.c_void_p
     for name in ("fakeCount", "fakeKernels", "fakeLaunches", "fakeGraphLaunches"):
@@ -131,13 +132,14 @@ def start() -> ctypes.CDLL:
     os.environ.update(_SETTINGS)
     os.environ["PATH"] = f"{assembler / 'bin'}{os.pathsep}{os.environ['PATH']}"
     data_folder = f'--xla_gpu_cuda_data_dir="{assembler}"'
-    os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, data_folder])
+    flags = [*_FLAGS, data_folder, *(() if _IS_OLD else _NEWER_FLAGS)]
+    os.environ["XLA_FLAGS"] = " ".join(flags)
     if (libdevice := _libdevice()) is not None:
         link = assembler / "nvvm"
         if not link.is_symlink() or link.readlink() != libdevice:
             link.unlink(missing_ok=True)
             link.symlink_to(libdevice)
-    for name in _BESIDE:
+    for name in (*_BESIDE, *(_BESIDE_OLD if _IS_OLD else ())):
         ctypes.CDLL(str(folder / name))
     driver = opened(folder / "libcuda.so.1")
     ctypes.CDLL(str(folder / "libnccl.so.2"))

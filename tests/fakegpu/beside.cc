@@ -98,6 +98,24 @@ REFUSED(cublasCreate_v2, "cuBLAS", 1)
 REFUSED(cusolverDnCreate, "cuSOLVER", 1)
 REFUSED(cusparseCreate, "cuSPARSE", 1)
 REFUSED(cufftCreate, "cuFFT", 5)
+/// XLA's older compilers want a cuDNN that is there, of a version that is not older
+/// than theirs, whether or not a program has a convolution.
+EXPORT int cudnnCreate(void** handle) {
+  static int there;
+  return *handle = &there, 0;
+}
+EXPORT int cudnnDestroy(void*) { return 0; }
+EXPORT int cudnnSetStream(void*, void*) { return 0; }
+EXPORT size_t cudnnGetVersion() { return 99900; }
+EXPORT int cudnnGetProperty(int part, int* value) {
+  const int version[] = {9, 99, 0};
+  return *value = version[part], 0;
+}
+EXPORT const char* cudnnGetErrorString(int) { return "there is no cuDNN here"; }
+REFUSED(cudnnCreateTensorDescriptor, "cuDNN", 1)
+EXPORT int cudnnBackendCreateDescriptor(int, void** descriptor) {
+  return cudnnCreateTensorDescriptor(descriptor);
+}
 EXPORT const char* cublasGetStatusName(int) {
   return "CUBLAS_STATUS_NOT_INITIALIZED";
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from modes import MODES
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +14,9 @@ def driver(pytestconfig):
     driver = pytestconfig.pluginmanager.getplugin("rules").driver
     yield driver
     driver.fakeReset()
+
+
+@pytest.fixture(params=MODES)
+def mode(request, driver):
+    """Each way in which the driver is hostile, and none."""
+    MODES[request.param](driver)

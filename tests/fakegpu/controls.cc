@@ -65,6 +65,12 @@ EXPORT void fakeFailNext(const char* function, int code) {
   Lock lock(W().mutex);
   W().failures[function] = code;
 }
+/// Calls of the function that are not XLA's do nothing, and succeed: as if hostcall
+/// had forgotten a wait.
+EXPORT void fakeIgnore(const char* function) {
+  Lock lock(W().mutex);
+  W().ignored.insert(function);
+}
 EXPORT void fakeSetDelayMicroseconds(long microseconds) {
   Lock lock(W().mutex);
   W().delay = std::chrono::microseconds(microseconds);
@@ -78,6 +84,16 @@ EXPORT void fakeSetReordered(int reordered) {
 EXPORT void fakeSetPinnedWaits(int waits) {
   Lock lock(W().mutex);
   W().pinned_waits = waits != 0;
+}
+/// Each device's memory is of so many bytes; 0: as much as the host has.
+EXPORT void fakeSetMemoryLimit(size_t bytes) {
+  Lock lock(W().mutex);
+  W().limit = bytes;
+}
+/// What a device's memory holds.
+EXPORT size_t fakeDeviceBytes(int device) {
+  Lock lock(W().mutex);
+  return DeviceBytes(lock, device);
 }
 /// After so many further calls that are not XLA's, the context is lost: work that
 /// is queued is dropped, and all calls fail. That can't be undone.
@@ -114,6 +130,8 @@ EXPORT void fakeStreamDestroy(void* handle) {
 EXPORT void fakeReset() {
   Lock lock(W().mutex);
   W().delay = std::chrono::microseconds(0);
+  W().limit = 0;
+  W().ignored.clear();
   W().reordered = W().pinned_waits = false;
   WaitForAll(lock);
   for (CUstream_st* stream : W().streams) stream->capture = nullptr;

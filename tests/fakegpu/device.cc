@@ -44,6 +44,7 @@ const std::map<int, int> kAttributes{
     {89, 1},          // concurrent managed access
     {91, 1},          // host pointers of registered memory
     {97, 232448},     // shared memory of a block that opts in
+    {102, 1},         // virtual memory
     {106, 32}};       // blocks of a multiprocessor
 
 }  // namespace

@@ -10,11 +10,12 @@ namespace {
 
 using namespace fakegpu;
 
-int MakeDevices(Lock&, Address* address, size_t bytes, bool xlas) {
+int MakeDevices(Lock& lock, Address* address, size_t bytes, bool xlas) {
   World& w = W();
+  const int device = t_current.empty() ? 0 : t_current.back()->device;
+  if (!HasSpace(lock, bytes, device)) return kOutOfMemory;
   char* const data = Allocate(bytes, 0xcd);
   if (data == nullptr) return kOutOfMemory;
-  const int device = t_current.empty() ? 0 : t_current.back()->device;
   w.device[data] = Block{bytes, device, !xlas};
   w.has_device_memory = true;
   *address = reinterpret_cast<Address>(data);
@@ -28,6 +29,8 @@ int Free(Lock& lock, Blocks& blocks, void* data) {
     return Fault(lock, "memory is freed that is not there", kInvalidValue);
   if (found->second.queued != 0)
     return Fault(lock, "memory is freed that a queued copy uses", kInvalidValue);
+  if (found->second.mapped)
+    return Fault(lock, "mapped memory is freed", kInvalidValue);
   blocks.erase(found);
   std::free(data);
   return kSuccess;
@@ -52,8 +55,7 @@ struct Copy {
     if (to == nullptr || from == nullptr) return kInvalidValue;
     if (t_current.empty() || t_current.back() != stream->context)
       return Broken(lock, "another context is current", kInvalidContext);
-    if ((to_side == kDevices && !IsDevices(lock, to, bytes)) ||
-        (from_side == kDevices && !IsDevices(lock, from, bytes)))
+    if (!IsThere(lock))
       return Broken(lock, "this is no memory of a device", kInvalidValue);
     const void* const host = to_side == kHosts ? to : from;
     const bool has_host = to_side == kHosts || from_side == kHosts;
@@ -65,10 +67,10 @@ struct Copy {
     if (has_host && pinned == nullptr) return EnqueuePageable(lock, stream);
     if (pinned != nullptr) ++pinned->queued;
     fakegpu::Enqueue(lock, stream, [copy = *this, pinned] {
-      std::memcpy(copy.to, copy.from, copy.bytes);
+      copy.Run("its memory is gone");  // it may have been unmapped
+      if (pinned == nullptr) return;
       Lock done(W().mutex);
-      copy.Note(done);
-      if (pinned != nullptr) --pinned->queued;
+      --pinned->queued;
     });
     return kSuccess;
   }
@@ -79,20 +81,26 @@ struct Copy {
   }
 
  private:
+  bool IsThere(Lock& lock) const {
+    return (to_side != kDevices || IsDevices(lock, to, bytes)) &&
+           (from_side != kDevices || IsDevices(lock, from, bytes));
+  }
   int Broken(Lock& lock, const char* why, int code) const {
     return Fault(lock, std::string(function) + ": " + why, code);
+  }
+  /// `gone` is the fault if the memory is not there any more.
+  void Run(const char* gone) const {
+    Lock before(W().mutex);
+    if (!IsThere(before)) return static_cast<void>(Broken(before, gone, 0));
+    before.unlock();
+    std::memcpy(to, from, bytes);
+    Lock done(W().mutex);
+    Note(done);
   }
   /// A graph may run when memory that it was recorded with is gone.
   void Record(Lock& lock, CUstream_st* stream) const {
     fakegpu::Enqueue(lock, stream, [copy = *this] {
-      Lock lock(W().mutex);
-      if ((copy.to_side == kDevices && !IsDevices(lock, copy.to, copy.bytes)) ||
-          (copy.from_side == kDevices && !IsDevices(lock, copy.from, copy.bytes))) {
-        copy.Broken(lock, "a graph has a copy of memory that is gone", 0);
-      } else {
-        std::memcpy(copy.to, copy.from, copy.bytes);
-        copy.Note(lock);
-      }
+      copy.Run("a graph has a copy of memory that is gone");
     });
   }
   /// The driver copies pageable memory through a buffer of its own.
@@ -192,9 +200,6 @@ EXPORT int cuMemGetAddressRange_v2(Address* begin, size_t* bytes, Address addres
   if (begin != nullptr) *begin = reinterpret_cast<Address>(found->first);
   if (bytes != nullptr) *bytes = found->second.size;
   return kSuccess;
-}
-EXPORT int cuMemGetAllocationGranularity(size_t* bytes, const void*, int) {
-  return *bytes = size_t{2} << 20, kSuccess;
 }
 
 namespace {

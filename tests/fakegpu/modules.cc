@@ -215,9 +215,11 @@ EXPORT int cuModuleLoadDataEx(CUmod_st** module, const void* data, unsigned, voi
   ENTER();
   return Loaded(lock, made, module);
 }
-EXPORT int cuModuleLoadFatBinary(CUmod_st** module, const void*) {
+/// XLA's older runtimes load what the assembler made this way.
+EXPORT int cuModuleLoadFatBinary(CUmod_st** module, const void* data) {
+  CUmod_st* const made = NewModule(data);
   ENTER();
-  return *module = new CUmod_st, kSuccess;
+  return Loaded(lock, made, module);
 }
 EXPORT int cuModuleUnload(CUmod_st* module) {
   ENTER();

@@ -17,27 +17,6 @@ X = np.arange(8, dtype=np.float32)
 SPEC = jax.ShapeDtypeStruct(X.shape, X.dtype)
 
 
-def slow(driver):
-    driver.fakeSetDelayMicroseconds(300)
-
-
-def reordered(driver):
-    driver.fakeSetReordered(1)
-
-
-def pinned_waits(driver):
-    driver.fakeSetPinnedWaits(1)
-
-
-def calm(driver):
-    pass
-
-
-@pytest.fixture(params=[calm, slow, reordered, pinned_waits], ids=lambda f: f.__name__)
-def mode(request, driver):
-    request.param(driver)
-
-
 def shard_map(f):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"))

@@ -45,6 +45,7 @@ int Enter(Lock& lock, const char* function, bool xlas, bool asks) {
     if (w.left > 0 && --w.left == 0) w.lost = true, w.changed.notify_all();
     const auto failure = w.failures.extract(function);
     if (!failure.empty()) return failure.mapped();
+    if (w.ignored.count(function) != 0) return kIgnored;
   }
   if (t_in_host_function) {
     return Fault(lock, std::string(function) + " in a host function",
@@ -260,6 +261,16 @@ bool IsDevices(Lock& lock, const void* at, size_t bytes) {
   World& w = W();
   return Within(lock, w.device, at, bytes) != nullptr ||
          (!w.has_device_memory && at != nullptr);
+}
+
+size_t DeviceBytes(Lock&, int device) {
+  size_t bytes = 0;
+  for (const auto& [at, block] : W().device)
+    bytes += block.device == device ? block.size : 0;
+  return bytes;
+}
+bool HasSpace(Lock& lock, size_t bytes, int device) {
+  return W().limit == 0 || DeviceBytes(lock, device) + bytes <= W().limit;
 }
 
 char* Allocate(size_t bytes, int content) {

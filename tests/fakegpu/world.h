@@ -85,6 +85,7 @@ struct Block {
   size_t size;
   int device;
   bool ours;                           // not XLA's
+  bool mapped = false;                 // virtual memory
   int queued = 0;                      // queued copies that use it
   std::vector<Use> reads{}, writes{};  // the last ones
 };
@@ -106,11 +107,13 @@ struct World {
   std::deque<CUgraph_st> graphs;
   std::deque<CUgraphNode_st> nodes;
   Blocks device, pinned;
+  size_t limit = 0;                // bytes of each device's memory; 0: no limit
   bool has_device_memory = false;  // false: all memory may stand for a device's
 
   // What tests ask and tell.
   std::map<std::string, int> failures;  // of the next call that is not XLA's
-  std::map<std::string, long> counts;   // of calls that are not XLA's
+  std::set<std::string> ignored;  // functions that do nothing if not XLA calls them
+  std::map<std::string, long> counts;  // of calls that are not XLA's
   std::string faults;
   long kernels = 0;                     // that could not be run
   long launches = 0;                    // of those that can
@@ -138,6 +141,8 @@ extern thread_local Running t_running;
 /// Whether the code at an address is XLA's or JAX's plugin.
 bool IsXlas(const void* code);
 
+/// What `Enter` returns of a call that says that it succeeded, and does nothing.
+constexpr int kIgnored = -1;
 /// Begins each function of the driver. Returns 0, or the code that the function
 /// shall return. A lost context answers questions that need no device (`asks`).
 int Enter(Lock& lock, const char* function, bool xlas, bool asks);
@@ -176,6 +181,10 @@ Block* Within(Lock& lock, Blocks& blocks, const void* at, size_t bytes);
 /// Whether the range is a device's memory.
 bool IsDevices(Lock& lock, const void* at, size_t bytes);
 
+/// What a device's memory holds.
+size_t DeviceBytes(Lock& lock, int device);
+/// Whether so much more fits into it.
+bool HasSpace(Lock& lock, size_t bytes, int device);
 /// Memory with another content than anybody expects.
 char* Allocate(size_t bytes, int content);
 inline void* Pointer(Address address) { return reinterpret_cast<void*>(address); }
@@ -187,7 +196,7 @@ inline void* Pointer(Address address) { return reinterpret_cast<void*>(address);
   const bool xlas = IsXlas(__builtin_return_address(0));                      \
   Lock lock(W().mutex);                                                       \
   if (const int code = Enter(lock, __func__, xlas, asks); code != kSuccess) { \
-    return code;                                                              \
+    return code == kIgnored ? kSuccess : code;                                \
   }                                                                           \
   (void)xlas
 #define ENTER() ENTER_AS(false)
