@@ -168,6 +168,29 @@ def of_a_buffer(quick: bool) -> dict[str, Case]:
     return beside_nans(loop, jnp.ones(8))
 
 
+def of_a_solver(quick: bool) -> dict[str, Case]:
+    """The classical method of Runge and Kutta, which saves its steps in a buffer of
+    infinities, of which half stay.
+    """
+    del quick
+    size = 0.01
+
+    def body(state: Any) -> Any:
+        i, x, rows = state
+        a = jnp.cos(x)
+        b = jnp.cos(x + size / 2 * a)
+        c = jnp.cos(x + size / 2 * b)
+        d = jnp.cos(x + size * c)
+        x = x + size / 6 * (a + 2 * b + 2 * c + d)
+        return i + 1, x, rows.at[i].set(x)
+
+    def loop(x: Any) -> Any:
+        start = 0, x, jnp.full((1000, 8), jnp.inf)
+        return jax.lax.while_loop(lambda state: state[0] < 500, body, start)[2]
+
+    return beside_nans(loop, jnp.ones(8))
+
+
 def of_a_gradient(quick: bool) -> dict[str, Case]:
     """The gradient of a recurrent network."""
     del quick
@@ -198,6 +221,7 @@ ROWS = (
         for name, bound, cases in (
             ("a loop with innocent infinities", 3, of_innocent_infinities),
             ("a loop that updates a buffer in a branch", 3, of_a_buffer),
+            ("a loop that returns innocent infinities", 3, of_a_solver),
             ("the gradient of a loop", 3, of_a_gradient),
             ("a program without loops", 1.5, without_loops),
         )

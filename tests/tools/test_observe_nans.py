@@ -911,6 +911,17 @@ def has_a_nan_in_its_data(x):
     return ((DATA - x) ** 2).mean()  # BAD
 
 
+def chooses_from_its_data(x):
+    return jnp.where(x < 5, DATA, x)  # BAD
+
+
+def chooses_a_nan_in_a_loop(x):
+    def body(c, i):
+        return jnp.where(i == 2, jnp.nan, c), i  # BAD
+
+    return jax.lax.scan(body, x, jnp.arange(4))[0]
+
+
 def has_a_nan_in_its_data_in_a_loop(x):
     def body(c, _):
         return c + (DATA * c).sum(), None  # BAD
@@ -925,6 +936,7 @@ def reads_beyond_the_end(x):
 CONSTANTS = [
     *(makes_a_nan_of_one_number, chooses_a_nan, takes_a_branch_that_is_nan),
     *(has_a_nan_in_its_data, has_a_nan_in_its_data_in_a_loop, reads_beyond_the_end),
+    *(chooses_from_its_data, chooses_a_nan_in_a_loop),
 ]
 
 
@@ -1115,6 +1127,57 @@ def test_infinities_that_a_loop_starts_with_are_not_judged(f):
         inner = jax.jit(lambda x: jnp.nan_to_num(f(x)))
         jax.block_until_ready(inner(x))
         assert judged() == before
+
+
+def test_a_loops_buffer_of_infinities_is_compared_in_its_pauses():
+    program, x = jax.jit(times_of_a_solver), jnp.array([1.0, -1.0])
+    expected = program(x)
+    assert np.isinf(expected).any()
+    with observe(nans=True):
+        before = judged()
+        found = program(x)
+        assert judged() == before
+    np.testing.assert_array_equal(expected, found)
+
+
+@pytest.mark.parametrize("n", [8, 5000])
+def test_a_nan_in_the_place_of_an_infinity(n):
+    def body(i, buffer):
+        root = jnp.sqrt(2.0 - i)  # BAD
+        return buffer.at[i].set(root)
+
+    run = lambda buffer: jax.lax.fori_loop(0, 6, body, buffer)
+    text = raised(jax.jit(run), jnp.full(n, jnp.inf))
+    assert marked(body) in text
+    assert "in step 3 of the" in text
+
+
+def pads(x):
+    rows = jnp.concatenate([x, jnp.full(3, jnp.inf)])
+    return jnp.where(rows > 0, rows[::-1], -jnp.inf).reshape(5, 1)
+
+
+def keeps_the_size_before(x):
+    """As a solver, whose first step has none before it."""
+
+    def body(i, s):
+        y, size, before = s
+        new = jnp.tanh(y)
+        return new, jnp.abs(new - y).sum(), jnp.where(i < 0, before, size)
+
+    y, size, before = jax.lax.fori_loop(0, 1, body, (x, jnp.inf, 1.0))
+    return jnp.where(before < size, y, -y)
+
+
+@pytest.mark.parametrize("f", [pads, keeps_the_size_before])
+def test_what_is_only_moved_and_chosen_is_not_judged(f):
+    program, x = jax.jit(f), jnp.array([1.0, -1.0])
+    expected = program(x)
+    with observe(nans=True):
+        before = judged()
+        found = program(x)
+        assert judged() == before
+    np.testing.assert_array_equal(expected, found)
 
 
 def test_an_infinity_times_zero_in_a_loops_start():

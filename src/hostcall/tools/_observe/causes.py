@@ -27,6 +27,7 @@ import numpy as np
 
 from hostcall._jax import JaxprEquation, jaxprs
 from hostcall._jax.places import EqnPath
+from hostcall.tools._observe import in_numpy
 from hostcall.tools._observe.running_again import Value
 
 Causes: TypeAlias = np.ndarray  # of a value's elements
@@ -226,7 +227,7 @@ def _spread(
             _marked(x, mask) if is_float(x) else x
             for x, mask in zip(operands, masks, strict=True)
         ]
-        return np.isnan(np.asarray(jaxprs.evaluate(eqn, marked)[n]))
+        return np.isnan(np.asarray(in_numpy.evaluate(eqn, marked)[n]))
 
     # A gather puts NaN where an index is outside of what it reads.
     always_nan = reached_by([None] * len(operands))

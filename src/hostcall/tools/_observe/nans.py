@@ -47,9 +47,12 @@ from hostcall.tools._observe.bad_values import OnBad, Reports
 from hostcall.tools._observe.level_facts import (
     buffers_of,
     can_hand_on,
+    can_pause,
     carried_of,
     fill_of,
+    is_constant,
     needed_of,
+    needs_no_look,
 )
 from hostcall.tools._observe.on_device import (
     NO_FLAGS,
@@ -63,9 +66,9 @@ from hostcall.tools._observe.on_device import (
     newly_bad,
     rows_of,
 )
-from hostcall.tools._observe.pausing_loops import PausingLoop, can_pause
+from hostcall.tools._observe.pausing_loops import PausingLoop
 from hostcall.tools._observe.running_again import devices_may_part, runs_again
-from hostcall.tools._observe.verdicts import Equations, is_constant
+from hostcall.tools._observe.verdicts import Equations
 from hostcall.tools._observe.where import Where
 
 
@@ -131,7 +134,8 @@ class Nans:
         compared = [e for e in jaxpr.eqns if e.primitive.name in ("pmax", "pmin")]
         wanted = [*results, *infinite, *(x for eqn in compared for x in eqn.invars)]
         floats = [x for x in wanted if jaxprs.is_float(x) and x not in not_computed]
-        looked_at = list(dict.fromkeys([*floats, *updates]))
+        distinct = dict.fromkeys([*floats, *updates])
+        looked_at = [x for x in distinct if not needs_no_look(level, x)]
         if not looked_at:
             return
         needed = [v for v in needed_of(jaxpr, reads) if v not in buffers]

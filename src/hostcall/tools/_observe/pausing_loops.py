@@ -14,34 +14,35 @@ import jax
 import numpy as np
 from jax import lax
 
-from hostcall._jax import Atom, Jaxpr, Var, fragments, jaxprs, pauses, tracing
+from hostcall._jax import Atom, Jaxpr, Var, fragments, jaxprs, tracing
 from hostcall._jax.pauses import Pause, Pausing
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe.bad_values import Reports
-from hostcall.tools._observe.level_facts import UPDATES, buffers_of, carried_of, fill_of
+from hostcall.tools._observe.level_facts import (
+    UPDATES,
+    compared_in_pauses,
+    fill_of,
+    is_copy,
+    needs_no_look,
+)
 from hostcall.tools._observe.on_device import (
     BadCounts,
+    any_of,
     any_row,
     ask_in_loop,
     has_marks,
     is_more,
+    newly_bad,
     with_marks,
     without_marks,
     zeros_where,
 )
-from hostcall.tools._observe.running_again import runs_again
 from hostcall.tools._observe.verdicts import COUNTS, StepsSincePause
 from hostcall.tools._observe.where import Where
 
 _SMALL = 1 << 14  # bytes that may be looked at in each step
 _PAUSE = 1 << 15  # what a pause costs by itself, in bytes that are copied meanwhile
 _STEPS_MOST = 4096
-
-
-def can_pause(level: Level) -> bool:
-    assert level.inside is not None
-    all_again = all(runs_again(eqn) for eqn in level.jaxpr.eqns)
-    return all_again and pauses.can_pause(level.inside.eqn)
 
 
 class PausingLoop:
@@ -71,11 +72,12 @@ class PausingLoop:
         results = level.jaxpr.outvars
         self.carried = results[:n_carry]
         self.stacked = results[n_carry:]
-        buffers, _, _ = buffers_of(level, carried_of(level))
+        buffers = compared_in_pauses(level)
         most = max(_SMALL, _work(level.jaxpr) // 2)
         changing = self._changing(self.carried)
         self.small = [x for x in changing if x not in buffers and _bytes(x) <= most]
-        self.large = [x for x in changing if x not in self.small]
+        self.buffers = [x for x in changing if x in buffers]
+        self.large = [x for x in changing if x not in (*self.small, *self.buffers)]
         self.rows = [x for x in self._changing(self.stacked) if x not in self.small]
         self.counts = BadCounts(level, infs)
         self.judge = StepsSincePause(
@@ -83,8 +85,8 @@ class PausingLoop:
             infs=infs,
             scope=scope,
             reports=reports,
-            looked_at=(*self.small, *self.large, *self.rows),
-            at_hand=(*self.small, *self.large),
+            looked_at=(*self.small, *self.large, *self.rows, *self.buffers),
+            at_hand=(*self.small, *self.large, *self.buffers),
             row_axes=len(self.counts.rows),
             other_operands=tuple(other_operands),
             outer=tuple(dict.fromkeys(variables)),
@@ -95,7 +97,7 @@ class PausingLoop:
         """The floats among these results that a step computes."""
         inputs = {*self.level.jaxpr.invars, *self.level.jaxpr.constvars}
         floats = (x for x in results if jaxprs.is_float(x) and x not in inputs)
-        return list(dict.fromkeys(floats))
+        return [x for x in dict.fromkeys(floats) if not needs_no_look(self.level, x)]
 
     def look(self) -> Iterator[Insertion | Pause]:
         if not self.judge.looked_at:
@@ -109,23 +111,27 @@ class PausingLoop:
         def pause(pausing: Pausing) -> list[jax.Array]:
             marked, floor = pausing.states
             in_pauses = self._looked_at_in_pauses(pausing)
+            n_counted = n_small + len(in_pauses)
             new_in_pauses = counts.of_large(in_pauses)
-            last_in_pauses = counts.of_values(marked, n_small)
-            floor_of_these = counts.of_values(floor, n_small)
+            last_in_pauses = counts.of_values(marked, n_small, n_counted)
+            floor_of_these = counts.of_values(floor, n_small, n_counted)
             has_more = is_more(new_in_pauses, last_in_pauses, floor_of_these)
+            events = [has_marks(marked), any_row(has_more), *self._news(pausing)]
 
             def ask_host() -> jax.Array:
                 begin, next_turn = pausing.turns
                 small = [self._now(pausing, x) for x in self.small]
-                looked_at = [*small, *in_pauses]
+                buffers = [self._now(pausing, x) for x in self.buffers]
+                looked_at = [*small, *in_pauses, *buffers]
                 carried = pausing.at_last_pause
                 handed_over = [begin, next_turn, *looked_at, *carried, *pausing.outer]
                 return ask_in_loop(self.judge, floor, looked_at, handed_over)
 
-            is_event = has_marks(marked) | any_row(has_more)
-            new_floor = lax.cond(is_event, ask_host, lambda: floor)
+            new_floor = lax.cond(any_of(events), ask_host, lambda: floor)
             small_now = without_marks(counts.of_values(marked, 0, n_small))
-            return [counts.joined(small_now, new_in_pauses), new_floor]
+            not_counted = counts.of_values(marked, n_counted)
+            now = counts.joined(counts.joined(small_now, new_in_pauses), not_counted)
+            return [now, new_floor]
 
         yield Pause(
             fn=pause,
@@ -190,6 +196,15 @@ class PausingLoop:
     def _now(self, pausing: Pausing, x: Atom) -> jax.Array:
         return pausing.now[self.carried.index(x)]
 
+    def _news(self, pausing: Pausing) -> list[jax.Array]:
+        """For each buffer whether an element is bad that was not so at the last pause.
+        They need no counts, of which each row that is written changes some.
+        """
+        before = [pausing.at_last_pause[self.carried.index(x)] for x in self.buffers]
+        now = [self._now(pausing, x) for x in self.buffers]
+        pairs = zip(now, before, strict=True)
+        return [newly_bad(new, old, self.counts.infs) for new, old in pairs]
+
     def _looked_at_in_pauses(self, pausing: Pausing) -> list[jax.Array]:
         large = [self._now(pausing, x) for x in self.large]
         stacked = [pausing.stacked[self.stacked.index(x)] for x in self.rows]
@@ -239,8 +254,8 @@ def _work(jaxpr: Jaxpr) -> int:
         elif work_inside:
             total += sum(work_inside) * eqn.params.get("length", 1)
         elif name in UPDATES:
-            total += _bytes(eqn.invars[UPDATES[name]])
-        else:
+            total += _bytes(eqn.invars[UPDATES[name].new])
+        elif not is_copy(eqn):
             arrays = (v for v in eqn.outvars if hasattr(v.aval, "dtype"))
             total += sum(_bytes(v) for v in arrays)
     return total

@@ -19,6 +19,7 @@ import numpy as np
 
 from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, jaxprs, tracing
 from hostcall._jax.places import EqnPath
+from hostcall.tools._observe import in_numpy
 from hostcall.tools._observe.causes import (
     FIRST_ORIGIN,
     INNOCENT,
@@ -73,7 +74,7 @@ class Frame:
                 if any(x is None for x in operands):
                     continue
                 try:
-                    results = jaxprs.evaluate(eqn, operands)
+                    results = in_numpy.evaluate(eqn, operands)
                 except Exception as error:  # made for another platform, for example
                     self.search.skipped.append(f"{eqn.primitive.name} ({error})")
                     continue

@@ -12,26 +12,19 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 import hostcall as hc
 from hostcall._core.host_code import HostCode
-from hostcall._jax import (
-    Atom,
-    Jaxpr,
-    JaxprEquation,
-    Var,
-    jaxprs,
-    rewritten_programs,
-    tracing,
-)
+from hostcall._jax import Atom, Jaxpr, JaxprEquation, Var, rewritten_programs
 from hostcall._jax.places import EqnPath
 from hostcall._jax.rewriting import Level
 from hostcall.tools._observe.bad_values import Reports
 from hostcall.tools._observe.causes import RuleCall, Search, kinds_of, worst
+from hostcall.tools._observe.level_facts import is_constant
 from hostcall.tools._observe.replay import Frame
 from hostcall.tools._observe.running_again import Value, runs_again
 from hostcall.tools._observe.where import Where
@@ -41,35 +34,45 @@ _FINGERPRINTS_MOST = 256  # that are remembered
 _ASKS_MOST = 32  # of one run of a program
 
 
-class Fingerprint(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Fingerprint:
     """Which elements of some values are bad.
 
+    A program with an innocent infinity asks for its key in each run, so this is one
+    pass over values that have nothing bad. The counts are seldom asked for.
+
     Attributes:
-        counts: how many NaNs and infinities each value has, in the row that has most.
-        key: a hash of which elements these are.
+        row_axes: how many axes in front are rows, which are counted one by one.
     """
 
-    counts: np.ndarray
-    key: int
+    values: Sequence[np.ndarray]
+    infs: bool
+    row_axes: int
 
-    @classmethod
-    def of(cls, values: Sequence[np.ndarray], infs: bool, row_axes: int) -> Fingerprint:
-        """`row_axes`: how many axes in front are rows, which are counted one by one."""
-        counts = np.zeros((len(values), COUNTS), np.int32)
+    @functools.cached_property
+    def key(self) -> int:
+        """A hash of which elements are bad, and of which kind they are."""
         marks = []
-        for n, value in enumerate(values):
-            # Most values have nothing bad. Where they stand among the others is part
-            # of the key, so they need no mark.
-            if np.isfinite(value).all():
-                continue
-            axes = tuple(range(row_axes, value.ndim))
-            kinds = [np.isnan(value)]
-            if infs:
-                kinds.append(np.isinf(value))
-            for kind, flags in enumerate(kinds):
-                counts[n, kind] = flags.sum(axes).max()
-                marks.append((n, kind, np.packbits(flags).tobytes()))
-        return cls(counts, hash(tuple(marks)))
+        for value in self.values:
+            is_good = (np.isfinite(value) if self.infs else ~np.isnan(value)).tobytes()
+            kinds = self._kinds(value) if b"\0" in is_good else []
+            marks.append(tuple([flags.tobytes() for flags in kinds]))
+        return hash(tuple(marks))
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """How many NaNs and infinities each value has, in the row that has most."""
+        counts = np.zeros((len(self.values), COUNTS), np.int32)
+        for n, value in enumerate(self.values):
+            axes = tuple(range(self.row_axes, value.ndim))
+            for kind, flags in enumerate(self._kinds(value)):
+                if flags.any():  # a value without elements has no maximum
+                    counts[n, kind] = flags.sum(axes).max()
+        return counts
+
+    def _kinds(self, value: np.ndarray) -> list[np.ndarray]:
+        """Which elements are NaN, and which are infinite."""
+        return [np.isnan(value), np.isinf(value)] if self.infs else [np.isnan(value)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +125,7 @@ class Judge(HostCode):
         return not self.scope.has(place)
 
     def fingerprint(self, values: Sequence[np.ndarray]) -> Fingerprint:
-        return Fingerprint.of(values, self.infs, self.row_axes)
+        return Fingerprint(values, self.infs, self.row_axes)
 
     def is_innocent(self, bad: Fingerprint) -> bool:
         """Whether bad values are known to be innocent, or were told of."""
@@ -351,19 +354,3 @@ class StepsSincePause(Judge):
             body = EqnPath(loop.eqn, loop)
             at = next((p for p in self.level.places if suspect in p.eqn.outvars), body)
             self.not_again(at, (last,), search)
-
-
-def is_constant(level: Level, atom: Atom) -> bool:
-    """Whether a variable has the same value in each run of the program."""
-    if tracing.is_literal(atom) or atom in level.jaxpr.constvars:
-        return True
-    if level.outer is None or level.inside is None:
-        return False
-    eqn = level.inside.eqn
-    inner = next((x for x in jaxprs.inners(eqn) if x.old is level.jaxpr), None)
-    if inner is None or atom not in level.jaxpr.invars:
-        return False
-    at = level.jaxpr.invars.index(atom)
-    if level.kind in jaxprs.LOOPS and at >= inner.end - inner.begin:
-        return False  # it differs from step to step
-    return is_constant(level.outer, eqn.invars[inner.begin + at])
