@@ -11,6 +11,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -18,6 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 import hostcall as hc
 
+# With tokens JAX dispatches in Python, and each `jax.effects_barrier` raises a failure again.
+HAS_TOKENS = jaxlib.version.__version_info__ < (0, 12)
+NO_TOKENS = pytest.mark.skipif(HAS_TOKENS, reason="jaxlib before 0.12 keeps tokens")
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 NUMBER = jax.ShapeDtypeStruct((), np.int32)
 WAITS = [hc.barrier, jax.effects_barrier]
@@ -113,6 +117,7 @@ CASES = [
 ]
 
 
+@NO_TOKENS
 @pytest.mark.parametrize("effect", EFFECTS)
 @pytest.mark.parametrize("way", ON_ONE_GPU)
 def test_only_the_first_dispatch_is_in_python(way, effect, dispatches, capsys):
@@ -297,7 +302,9 @@ FAILING = [
 ]
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    "wait", [hc.barrier, pytest.param(jax.effects_barrier, marks=NO_TOKENS)]
+)
 @pytest.mark.parametrize(("way", "effect"), FAILING)
 def test_a_failure_is_raised_once_by_a_wait(way, effect, wait):
     f, x, switch = failing(way, effect)
@@ -388,7 +395,7 @@ def test_effects_between_graphs(driver, dispatches):
     before = driver.fakeGraphLaunches()
     dispatches.clear()
     results = [f(x) for x in inputs]
-    assert dispatches == []
+    assert dispatches == [] or HAS_TOKENS
     for x, y in zip(inputs, results, strict=True):
         np.testing.assert_allclose(y, np.cos(np.sin(np.asarray(x))) + 1, 1e-5)
     hc.barrier()
