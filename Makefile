@@ -106,10 +106,9 @@ test-releases:
 	    'import sys; print(".".join(map(str, sys.version_info[:3])))')" || exit 1; \
 	done
 
-# Folders that were run there whole, in the time that .ci/run has for it. Others:
-# GPU_RUNTIME=tests/compat.
-GPU_RUNTIME ?= tests/fakegpu $(wildcard tests/call/test_[abc]*.py) tests/call/test_where.py \
-  $(addprefix tests/,tap host_function feed object matrix export bridge inside)
+# What was run there whole. Others: GPU_RUNTIME=tests/tools.
+GPU_RUNTIME ?= $(addprefix tests/,fakegpu bridge call compat export feed host_function inside \
+  matrix object tap) $(wildcard tests/runtime/test_c[ao]*.py) tests/runtime/test_executors.py
 test-gpu-runtime: $(VENV)/.installed
 	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
 	if [ $$had -eq 3 ]; then \
