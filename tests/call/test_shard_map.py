@@ -82,6 +82,49 @@ def test_a_call_without_results(order):
     assert sorted(coords["x"] for _, coords, _ in host.seen) == [0, 1, 2, 3]
 
 
+def empty_again(host, order):
+    result = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return {
+        "call": lambda x: hc.call(host.double, result(x), x, order=order),
+        "two calls": lambda x: [
+            hc.call(host.double, result(x), x, order=order) for _ in range(2)
+        ],
+        "tap": lambda x: hc.tap(host.double, x, order=order),
+        "a call without results": lambda x: hc.call(
+            lambda v: host.double(v) is None or None, None, x, order=order
+        ),
+    }
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+@pytest.mark.parametrize("kind", ["call", "two calls", "tap", "a call without results"])
+@pytest.mark.parametrize("outs", ["nothing", "the array", "the array, in a loop"])
+def test_arrays_without_elements(order, kind, outs):
+    """XLA drops a region that returns no element, unless it hands on a token."""
+    host = Host()
+    emit = empty_again(host, order)[kind]
+
+    def body(x):
+        emit(x)
+        return None if outs == "nothing" else x
+
+    each = over(line(), body, P("x"))
+
+    def program(x):
+        if outs != "the array, in a loop":
+            return each(x)
+        return lax.fori_loop(0, 2, lambda _, x: each(x), x)
+
+    f = jax.jit(program)
+    for _ in range(3):
+        f(np.zeros((4, 0), np.float32))
+    hc.barrier()
+    rounds = 3 * (2 if "loop" in outs else 1) * (2 if "two" in kind else 1)
+    places = sorted(coords["x"] for _, coords, _ in host.seen)
+    assert places == sorted([*range(4)] * rounds)
+    assert {block.shape for _, _, block in host.seen} == {(1, 0)}
+
+
 @ORDERS
 @pytest.mark.parametrize("length", [1, 7])
 def test_in_a_scan(order, length):
@@ -313,9 +356,17 @@ def test_a_token_alone_in_a_branch_is_refused(branch, others):
             return jax.lax.scan(lambda c, i: (choose(i > 0), None), x, jnp.arange(2))[0]
         return choose(x.sum() > 0)
 
-    wanted = "uses no array, in a branch of lax.cond.*Give the shard_map an array"
+    wanted = "uses no array that has elements, in a branch of lax.cond.*Give the"
     with pytest.raises(hc.errors.HostcallError, match=wanted):
         jax.jit(program)(jax.device_put(jnp.ones(4), jax.NamedSharding(line(), P("x"))))
+
+
+@pytest.mark.parametrize("order", ["unordered", "ordered"])
+def test_an_array_without_elements_alone_in_a_branch_is_refused(order):
+    each = over(line(), Host(order=order), P("x"))
+    wanted = "uses no array that has elements, in a branch of lax.cond.*Give the"
+    with pytest.raises(hc.errors.HostcallError, match=wanted):
+        jax.jit(lambda p, x: lax.cond(p, each, jnp.copy, x))(True, np.zeros((4, 0)))
 
 
 def test_the_array_that_the_message_asks_for():

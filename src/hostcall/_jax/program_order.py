@@ -25,7 +25,9 @@ other equations with unordered effects.
 
 Most programs need none of this, and are left as they are: those whose calls all have
 one ordered effect, and those whose unordered calls are in one jaxpr, where each takes
-the token of the one before it (`in_order` in lowering_api.py).
+the token of the one before it (`in_order` in lowering_api.py). But of a shard_map that
+has only arrays without elements to return, XLA keeps nothing, unless it hands on a
+token: such a region always gets one.
 
 So are programs whose calls all call back JAX's own code, which the patch serves, if
 only unordered ones would be put in order. JAX promises no order there, and leans on
@@ -40,6 +42,7 @@ ordered effects, host calls outside of it are in order with it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -110,6 +113,25 @@ def _entered(eqn: _t.JaxprEquation) -> list[Inner]:
     return inners(eqn)
 
 
+def _is_dropped_without_token(eqn: _t.JaxprEquation) -> bool:
+    """Whether XLA drops a region, with the calls in it, that hands on no token.
+
+    Its partitioner puts constants in place of arrays without elements
+    (ZeroSizedHloElimination). Then nothing uses what such a region returns, and the
+    side effects inside are not looked for. Regions that return nothing at all are kept,
+    but not if they get such an array.
+    """
+    if eqn.primitive.name != "shard_map" or eqn.params["mesh"].size == 1:
+        return False
+    if any(_has_elements(var) for var in eqn.outvars):
+        return False
+    return not all(_has_elements(atom) for atom in [*eqn.invars, *eqn.outvars])
+
+
+def _has_elements(atom: _t.Atom) -> bool:
+    return getattr(atom.aval, "size", 1) != 0
+
+
 def _ordered(effects: Iterable[_t.Effect]) -> Effects:
     return frozenset(_effects.ordered_effects.filter_in(effects))
 
@@ -154,7 +176,10 @@ class _OrderFinder:
         # One branch of a conditional runs, so branches need no order among themselves.
         if eqn.primitive.name == "cond":
             return _union(members)
-        return _one_after_another(members)
+        in_turn = _one_after_another(members)
+        if None in in_turn.call_effects and _is_dropped_without_token(eqn):
+            return in_turn._replace(crosses=True)
+        return in_turn
 
 
 def _union(members: Sequence[_ToOrder]) -> _ToOrder:
@@ -292,9 +317,9 @@ def _effects_of(jaxprs: Iterable[_t.Jaxpr]) -> Effects:
 
 # --- What XLA can't compile -----------------------------------------------------------
 #
-# A shard_map that stands in a branch of a conditional, gets a token and uses no array:
-# XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles one. A loop between
-# the two is no such conditional.
+# A shard_map that stands in a branch of a conditional, gets a token and uses no array
+# that has elements: XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles
+# one. A loop between the two is no such conditional.
 
 # (the parameters of the host call in there) -> the error.
 _refusal: list[Callable[[_t.Params], Exception]] = []
@@ -323,7 +348,7 @@ def _check_region(eqn: _t.JaxprEquation, region: _t.Jaxpr) -> None:
     if not _ordered(eqn.effects):
         return
     _, used_operands = _pe.dce_jaxpr(region, [True] * len(region.outvars))
-    if any(used_operands):
+    if any(map(_has_elements, itertools.compress(region.invars, used_operands))):
         return
     for outer in region.eqns:
         for call in within(outer):

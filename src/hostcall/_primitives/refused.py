@@ -29,9 +29,10 @@ def _in_branch(equation: dict[str, Equation]) -> HostcallError:
     params = equation["params"]
     return HostcallError(
         f"hostcall: {params.shown} (at {params.callback.place}) is in a shard_map that"
-        " uses no array, in a branch of lax.cond or lax.switch, where XLA would end the"
-        " process. Give the shard_map an array that the call gets, such as"
-        " jnp.zeros(()) with in_specs=jax.P(); or put the cond into the shard_map",
+        " uses no array that has elements, in a branch of lax.cond or lax.switch, where"
+        " XLA would end the process. Give the shard_map an array that the call gets,"
+        " such as jnp.zeros(()) with in_specs=jax.P(); or put the cond into the"
+        " shard_map",
         code="hc-device",
     )
 
