@@ -73,6 +73,16 @@ except hc.errors.SpecError as error:
     assert "outside of jax.jit with an array of shape [4, 8] that is sharded over" in str(error)
     assert "which gathers it, or use on='shards' for the parts" in str(error)
     say("parts")
+
+# An array that one process has. The others run the same line, and have no values of it.
+for owner, device in enumerate([devices[0], devices[2]]):
+    held = [jax.device_put(X, device)] if me == owner else []
+    x = jax.make_array_from_single_device_arrays(
+        X.shape, jax.sharding.SingleDeviceSharding(device), held, dtype=X.dtype)
+    for _ in range(3):
+        hc.tap(see, x)
+    assert [here.device for here, _ in taken()] == [device] * 3 * (me == owner)
+say("one device")
 try:
     one = Mesh(devices[:2], ("x",))
     jax.jit(lambda x: hc.tap(see, x, on=devices[3])).lower(
@@ -107,8 +117,8 @@ say("printed")
 def test_where_taps_and_prints_run(run_python):
     first, second = run_job(run_python, TAPS)
     assert first == second
-    assert first[-3:] == ["parts", "not among", "printed"]
-    assert len(first) == 9 + 3
+    assert first[-4:] == ["parts", "one device", "not among", "printed"]
+    assert len(first) == 9 + 4
 
 
 # --- Status --------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Eager taps of one line, again and again: each does what a program's tap does.
 
-The second one of a line makes no plan. So each way in which two taps of one line can
+From the third one on a line makes no plan. So each way in which two taps of one line can
 differ is here, and the oracle is the same function under jit.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 import hostcall as hc
 
-TIMES = 3
+TIMES = 4
 
 
 def tap_here(fn, *args, **options):
@@ -168,7 +168,7 @@ def test_marked_coroutine_functions_are_awaited(seen):
     for n in range(TIMES):
         tap_here(outer, n)
     hc.barrier()
-    assert seen == ["plain", 0, 1, 2]
+    assert seen == ["plain", *range(TIMES)]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -222,3 +222,29 @@ def test_devices_of_one_line(seen):
         for device in jax.devices()[:2]
     ]
     compare(taps, seen)
+
+
+def test_arguments_of_the_users_own_classes_are_asked_once(seen):
+    """A tap without options looks first whether its line has tapped before."""
+    asked = []
+
+    class Holder:
+        def __jax_array__(self):
+            asked.append("array")
+            return jnp.arange(3)
+
+    class Tree:
+        pass
+
+    def flatten(tree):
+        asked.append("tree")
+        return (jnp.arange(3),), None
+
+    jax.tree_util.register_pytree_node(Tree, flatten, lambda *_: Tree())
+    for argument in (Holder(), Tree()):
+        for _ in range(TIMES):
+            tap_here(seen.append, argument)
+            tap_here(lambda x: seen.append(x), argument)
+    hc.barrier()
+    assert asked == ["array"] * 2 * TIMES + ["tree"] * 2 * TIMES
+    assert len(seen) == 4 * TIMES

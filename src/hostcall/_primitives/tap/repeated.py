@@ -9,6 +9,9 @@ program, the function's code, the kinds of arrays, and the devices.
 So one plan for a line is kept, with a stand-in for the function (`keep`). A tap of the
 same line gives it the arrays and its own function (`push`), and the queue holds both
 until they are delivered.
+
+The second tap of a line makes the plan that is kept. It takes as long as that of a tap,
+and many lines come once only: a list that grows has another shape each time.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import jax
 import numpy as np
 
 from hostcall import _jax, _native
+from hostcall._core.array_values import Array
 from hostcall._core.options import TapOptions
 from hostcall._core.source import users_frame
 from hostcall._core.spec import Opaque, Template, flatten_arguments
@@ -40,8 +44,8 @@ class _Line(NamedTuple):
     """All that the plan of such a tap follows from.
 
     Attributes:
-        code: the number of the function's code object. What is kept for a line holds
-            the object, so that no other one gets its number meanwhile.
+        code: the number of the function's code object. The plan that is kept for a
+            line holds the object, so that no other one gets its number meanwhile.
         name: the function's.
         caller: the file, the line and the function in which the tap is written.
         kinds: what the arrays are.
@@ -57,55 +61,76 @@ class _Line(NamedTuple):
     host: Device
 
 
+class _Kept:
+    """What is kept of a line.
+
+    Attributes:
+        has_tapped: whether a tap of the line was made. It may have been one of a code
+            object that is gone, whose number another one has: then the plan is made
+            by the first tap of that one.
+        plan: for further taps; None before the second one. It holds the code object.
+    """
+
+    __slots__ = ("has_tapped", "plan")
+
+    def __init__(self) -> None:
+        self.has_tapped = False
+        self.plan: _native.Plan | None = None
+
+
 # In a notebook each run of a cell makes new lines. Beyond this number the one that was
 # used longest ago is dropped.
 @lru_cache(maxsize=1024)
-def _plans(line: _Line) -> list[_native.Plan]:
-    """The plan of a line, once there is one."""
-    return []
+def _kept(line: _Line) -> _Kept:
+    del line  # it is the key
+    return _Kept()
 
 
 def push(fn: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Queues an eager tap without options if its line has tapped so before."""
     if not _is_plain(fn, len(args)) or not _jax.traces_nothing() or _native.forked():
         return False
-    operands, template = flatten_arguments(args, {})
-    if not _has_arrays_only(template) or _jax.traced_here() is not None:
+    on_devices = [x for x in args if type(x) not in _ON_HOST]
+    # By their types: of trees, typed keys and the user's own classes nothing is asked
+    # twice. A tracer that has left its trace is no array: JAX's `bind` says so.
+    if not _jax.are_arrays(on_devices) or _jax.traced_here() is not None:
         return False
-    on_devices = [x for x in operands if not isinstance(x, np.ndarray)]
-    # A tracer that has left its trace is none: JAX's `bind` says so.
-    home = _only_device(on_devices) if _jax.are_arrays(on_devices) else None
+    home = _only_device(on_devices)
     if home is None:
         return False
-    arrays = [row_major(operand) for operand in operands]
+    operands, _ = flatten_arguments(args, {})
     frame = users_frame()
     place = frame.f_code
     caller = (place.co_filename, frame.f_lineno, place.co_qualname)
-    plans = _plans(_line(fn.__code__, fn.__qualname__, caller, arrays, home))
-    if not plans:
+    plan = _kept(_line(fn.__code__, fn.__qualname__, caller, operands, home)).plan
+    if plan is None:
         return False
-    plans[0].push(arrays, fn)
+    # Only where there is a plan: the values of other arrays may be out of reach, on a
+    # device of another process, which delivers them.
+    plan.push([row_major(operand) for operand in operands], fn)
     return True
 
 
 def keep(params: TapParams, home: Device, arrays: Sequence[np.ndarray]) -> None:
-    """Keeps a plan for further taps of the line of this one, if they can have it."""
+    """Keeps a plan for further taps of the line of this one, if they can have it and
+    the line has tapped before.
+    """
     callback = params.callback
     fn = callback.function
     is_plain = _is_plain(fn, len(arrays)) and _has_arrays_only(callback.template)
     if not is_plain or params.options != _NO_OPTIONS or callback.traced is not None:
         return
+    place = callback.place
+    caller = (place.file, place.line, place.function)
+    kept = _kept(_line(fn.__code__, fn.__qualname__, caller, arrays, home))
+    if kept.plan is not None or not kept.has_tapped:
+        kept.has_tapped = True
+        return
     without_function = replace(callback, fn=_STAND_IN, known=callback.facts)
     bare = TapParams(callback=without_function, masked=False)
     # Anything else that a tap can have is not in `_Line`.
-    if replace(bare, callback=callback) != params:
-        return
-    place = callback.place
-    caller = (place.file, place.line, place.function)
-    plans = _plans(_line(fn.__code__, fn.__qualname__, caller, arrays, home))
-    if not plans:
-        _, plan = plan_here(bare, home, arrays)
-        plans.append(plan)
+    if replace(bare, callback=callback) == params:
+        _, kept.plan = plan_here(bare, home, arrays)
 
 
 def _has_arrays_only(template: Template) -> bool:
@@ -132,6 +157,10 @@ _NOT_PLAIN = (
     | inspect.CO_ITERABLE_COROUTINE
 )
 _NO_OPTIONS = TapOptions()
+# The types of arrays and numbers that are on no device.
+_NUMBERS = np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"
+_ON_HOST = {np.ndarray, bool, int, float, complex}
+_ON_HOST |= {np.dtype(number).type for number in _NUMBERS}
 
 
 def _nothing() -> None:
@@ -145,7 +174,7 @@ def _line(
     code: types.CodeType,
     name: str,
     caller: tuple[str, int, str],
-    arrays: Sequence[np.ndarray],
+    arrays: Sequence[Array],
     home: Device,
 ) -> _Line:
     kinds = tuple([(array.shape, array.dtype) for array in arrays])
