@@ -232,6 +232,28 @@ def test_fast_dispatch_falls_back_with_one_line(run_python):
     )
 
 
+def test_a_forked_child_refuses_programs_if_jax_does_not_say_what_it_has_started(
+    run_python,
+):
+    run_python(
+        without("jax._src.xla_bridge", "_backends")
+        + """
+    import os, warnings, jax, numpy as np, hostcall as hc
+    warnings.simplefilter("ignore")
+    program = jax.jit(lambda x: hc.call(np.square, x, x))
+    assert program(3.0) == 9
+    child = os.fork()
+    if child == 0:
+        try:
+            program(4.0)
+        except hc.errors.HostcallError as error:
+            os._exit("multiprocessing's 'spawn'" not in str(error))
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    """
+    )
+
+
 def test_a_jax_newer_than_the_tested_ones_is_used_with_one_line(run_python):
     run_python("""
     import logging, jax

@@ -9,10 +9,12 @@ import numpy as np
 
 from hostcall._jax.door import guard_lib as _guard_lib
 from hostcall._jax.door import jaxlib as _jaxlib
+from hostcall._jax.door import missing_of
 from hostcall._jax.door import mlir as _src_mlir
 from hostcall._jax.door import xla_bridge as _xla_bridge
 from hostcall._jax.door import xla_client as _xla_client
 from hostcall._jax.dtypes import WIDE_DTYPES, able_to_hold, canonical_dtype
+from hostcall._jax.needs import Part
 from hostcall._jax.settings import default_device
 from hostcall._jax.types import Client, Device, Sharding
 
@@ -138,19 +140,25 @@ def here() -> Device:
 
 
 def back_ends_started() -> bool:
-    """Whether JAX has started a back end.
+    """Whether JAX has started a back end, or may have, under a JAX that does not say.
 
     Reads the dictionary without JAX's lock: a forked child calls this, and a thread
     that held the lock at the fork does not exist there to release it.
     """
-    return bool(_xla_bridge._backends)
+    return _hides_back_ends() or bool(_xla_bridge._backends)
 
 
 def owners_of_threads() -> list[object]:
     """What joins threads in its destructor: the clients of the back ends that JAX has
     started in this process, and MLIR's pool, whose threads lower programs in jax 0.9.
     """
-    return [*_xla_bridge._backends.values(), _src_mlir.global_thread_pool]
+    clients = [] if _hides_back_ends() else [*_xla_bridge._backends.values()]
+    return [*clients, _src_mlir.global_thread_pool]
+
+
+def _hides_back_ends() -> bool:
+    """Whether this JAX has not the dictionary that is read here."""
+    return bool(missing_of(Part.STARTED))
 
 
 def process_of(device: Device) -> int:

@@ -42,6 +42,7 @@ class Part(enum.Enum):
     DROP_INS = "drop-ins for JAX's callbacks, and hc.patch_jax"
     JOBS = "jobs of several processes"
     FORK = "forked children that refuse programs"
+    STARTED = "whether JAX has started a back end"
 
     @property
     def instead(self) -> str:
@@ -55,6 +56,7 @@ _INSTEAD = {
     Part.LINES: "a function's own line is named",
     Part.REPORTS: "JAX's JaxRuntimeError is raised, with the exception's text",
     Part.FORK: "the child may hang where it runs a program, as with plain JAX",
+    Part.STARTED: "it counts as started, and a forked child may crash as it ends",
 }
 
 
@@ -598,7 +600,7 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need(
         "xla_bridge",
-        Part.HOST,
+        Part.STARTED,
         "_backends",
         "a forked child must not take JAX's lock, and asking in public starts"
         " a back end",

@@ -318,8 +318,9 @@ def _effects_of(jaxprs: Iterable[_t.Jaxpr]) -> Effects:
 # --- What XLA can't compile -----------------------------------------------------------
 #
 # A shard_map that stands in a branch of a conditional, gets a token and uses no array
-# that has elements: XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles
-# one. A loop between the two is no such conditional.
+# that has elements: XLA (of jaxlib 0.12) ends the process while it compiles one. A loop
+# between the two is no such conditional. Those of 0.9.0 and 0.10.2 compiled some: all
+# are refused there too, so that what works under one works under the next.
 
 # (the parameters of the host call in there) -> the error.
 _refusal: list[Callable[[_t.Params], Exception]] = []

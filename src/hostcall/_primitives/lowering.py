@@ -282,8 +282,9 @@ class EngineCall:
         if program.mesh is not None or program.size == 1:
             return self._one(token, operands, returns_token)
         if self.reach is not None and token is not None and not operands:
-            # XLA (of jaxlib 0.10 to 0.12) ends the process while it compiles a region
-            # that a token alone enters and an all-reduce leaves.
+            # XLA (of jaxlib 0.12) ends the process while it compiles a region that a
+            # token alone enters and an all-reduce leaves. Refused under those of 0.9.0
+            # and 0.10.2 too, which compiled some.
             raise HostcallError(TOKEN_ALONE, code="hc-device")
 
         def in_region(token: Value | None, operands: Sequence[Value]) -> Emitted:
