@@ -48,6 +48,10 @@ def raised(f, *args):
     return str(caught.value)
 
 
+def wrapped_in_scan(f):
+    return lambda xs: jax.lax.scan(lambda c, x: (c, f(x)), 0, xs)[1]
+
+
 # --- The functions --------------------------------------------------------------------
 
 
@@ -387,6 +391,20 @@ def test_backward_pass_of_a_scan():
     text = raised(jax.jit(jax.grad(loss)), 2.0)
     assert marked(body) in text
     assert "step 2 of the scan" in text
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, wrapped_in_scan])
+def test_the_first_of_two_bad_values_that_meet_in_one(wrap):
+    """It may have come by more lines than the other."""
+
+    def f(x):
+        inverse = 1 / x  # BAD
+        log = jnp.log(x)
+        longer = 2 * (inverse + 1)
+        return longer * 2 + log
+
+    x = jnp.array([1.0, 0.0])
+    assert marked(f) in raised(jax.jit(wrap(f)), x)
 
 
 def test_chain_of_lines():
