@@ -48,6 +48,10 @@ def raised(f, *args):
     return str(caught.value)
 
 
+def wrapped_in_scan(f):
+    return lambda xs: jax.lax.scan(lambda c, x: (c, f(x)), 0, xs)[1]
+
+
 # --- The functions --------------------------------------------------------------------
 
 
@@ -387,6 +391,20 @@ def test_backward_pass_of_a_scan():
     text = raised(jax.jit(jax.grad(loss)), 2.0)
     assert marked(body) in text
     assert "step 2 of the scan" in text
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap, wrapped_in_scan])
+def test_the_first_of_two_bad_values_that_meet_in_one(wrap):
+    """It may have come by more lines than the other."""
+
+    def f(x):
+        inverse = 1 / x  # BAD
+        log = jnp.log(x)
+        longer = 2 * (inverse + 1)
+        return longer * 2 + log
+
+    x = jnp.array([1.0, 0.0])
+    assert marked(f) in raised(jax.jit(wrap(f)), x)
 
 
 def test_chain_of_lines():
@@ -1169,7 +1187,14 @@ def keeps_the_size_before(x):
     return jnp.where(before < size, y, -y)
 
 
-@pytest.mark.parametrize("f", [pads, keeps_the_size_before])
+def checks_what_it_returns(x):
+    """As a solver, which raises an error by a call in a branch."""
+    refused = lambda times: jax.pure_callback(np.asarray, times, times)
+    times = times_of_a_solver(x)
+    return jax.lax.cond(x[0] > 5, refused, lambda times: times, times)
+
+
+@pytest.mark.parametrize("f", [pads, keeps_the_size_before, checks_what_it_returns])
 def test_what_is_only_moved_and_chosen_is_not_judged(f):
     program, x = jax.jit(f), jnp.array([1.0, -1.0])
     expected = program(x)
@@ -1178,6 +1203,16 @@ def test_what_is_only_moved_and_chosen_is_not_judged(f):
         found = program(x)
         assert judged() == before
     np.testing.assert_array_equal(expected, found)
+
+
+def test_a_bad_value_beside_innocent_ones_that_a_branch_hands_on():
+    def solve(x):
+        times = times_of_a_solver(x)
+        rate = jnp.log(x)  # BAD
+        host = lambda *both: jax.pure_callback(lambda *both: both, both, *both)
+        return jax.lax.cond(x[1] > 5, host, lambda *both: both, times, rate)
+
+    assert marked(solve) in raised(jax.jit(solve), jnp.array([0.0, 1.0]))
 
 
 def test_an_infinity_times_zero_in_a_loops_start():

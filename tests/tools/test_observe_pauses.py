@@ -193,3 +193,79 @@ def test_positions_that_differ_each_time():
             np.testing.assert_array_equal(program(mask, X), np.where(mask, -np.inf, X))
         with pytest.raises(FloatingPointError):
             jax.block_until_ready(program(masks[0], X * np.nan + jnp.log(-X)))
+
+
+def many_types(x, last):
+    """A loop that carries numbers, flags and keys of many types and shapes."""
+
+    def body(i, carry):
+        key, half, count, is_even, z, row, wide, x = carry
+        key, other = jax.random.split(key)
+        count = count + jax.random.randint(other, (2,), 0, 3)
+        half = half * jnp.float16(0.5)
+        z = z * 1j
+        row = jnp.roll(row, 1) + half.astype(row.dtype).sum()
+        wide = wide + row[0]
+        x = x + jnp.log(last - i)  # BAD
+        return key, half, count, ~is_even, z, row, wide, x
+
+    start = (
+        jax.random.key(3),
+        jnp.ones((2, 2), jnp.float16),
+        jnp.zeros(2, int),
+        jnp.array([True, False]),
+        jnp.ones(3, jnp.complex64),
+        x,
+        jnp.zeros((30, 20)),
+        x[0],
+    )
+    key, *others = lax.fori_loop(0, 12, body, start)
+    return jax.random.key_data(key), others
+
+
+def test_the_last_pause_of_a_loop_that_carries_many_types():
+    """What it carried there is handed to the host, which runs the steps again."""
+    f = jax.jit(many_types)
+    expected = f(X, 20.0)
+    with observe(nans=True):
+        found = f(X, 20.0)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    with pytest.raises(FloatingPointError) as caught, observe(nans=True):
+        jax.block_until_ready(f(X, 7.0))
+    assert line_of(many_types) in str(caught.value)
+    assert "from 0 (forward pass, in step 7 of " in str(caught.value)
+
+
+def a_quotient(x):
+    zero = jnp.zeros_like(x)
+    return zero / zero  # BAD
+
+
+def an_overflow(x):
+    return jnp.full_like(x, 1e30) * 1e30  # BAD
+
+
+@pytest.mark.parametrize("start", [a_quotient, an_overflow])
+def test_a_loop_that_starts_with_what_constants_have_made(start):
+    def f(x):
+        best = lax.fori_loop(0, 3, lambda i, c: jnp.minimum(c, x), start(x))
+        return best
+
+    with pytest.raises(FloatingPointError) as caught, observe(nans=True):
+        jax.block_until_ready(jax.jit(f)(X))
+    assert line_of(start) in str(caught.value)
+
+
+def test_constants_that_are_good():
+    def f(x):
+        low = jnp.minimum(jnp.float32(3), 4 * jnp.float32(0.5))
+        starts = low - 1, jnp.where(low > 1, jnp.inf, 0.0), jnp.full(6, -jnp.inf) * low
+        return lax.fori_loop(0, 3, lambda i, c: (c[0] * x[i], c[1], c[2] + 1), starts)
+
+    f = jax.jit(f)
+    expected = f(X)
+    with observe(nans=True):
+        found = f(X)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)

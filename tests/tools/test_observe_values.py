@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sqlite3
+import sys
 import threading
 
 import jax
@@ -636,7 +638,56 @@ def in_a_loop(w):
     return jax.lax.scan(body, w, None, length=1)
 
 
+def by_a_loop(w):
+    state, loss = jax.lax.scan(lambda w, _: step(w), w, None, length=1)
+    return loss[0], state
+
+
+def by_a_branch(w):
+    loss, grads = jax.lax.cond(
+        w[0] < 1,
+        lambda w: jax.value_and_grad(loss_of)(w),
+        lambda w: (w[0], w),
+        w,
+    )
+    return loss, grads
+
+
+def by_counting(times):
+    def f(w):
+        loss, state = jax.lax.fori_loop(
+            0, times(w), lambda _, c: step(c[1])[::-1], (w[0], w)
+        )
+        return loss, state
+
+    return f
+
+
+def by_a_while_loop(w):
+    _, (loss, state) = jax.lax.while_loop(
+        lambda c: c[0] < 1, lambda c: (c[0] + 1, step(c[1][1])[::-1]), (0, (w[0], w))
+    )
+    return loss, state
+
+
+def one_time(w):
+    return 1
+
+
+def times_of_a_value(w):
+    return w[1].astype(int)
+
+
+scan_that_counts = by_counting(one_time)
+while_loop_that_counts = by_counting(times_of_a_value)
+
+
 TUPLES = {
+    by_a_loop: ["loss", "grads", "state"],
+    by_a_branch: ["loss", "grads"],
+    scan_that_counts: ["loss", "grads", "state"],
+    while_loop_that_counts: ["loss", "grads", "state"],
+    by_a_while_loop: ["loss", "grads", "state"],
     plain: ["loss", "grads"],
     with_aux: ["loss", "grads", "aux"],
     with_aux_of_grad: ["loss", "grads"],
@@ -662,10 +713,79 @@ def test_parts_of_what_a_call_returns(f):
     for name, values in got.values.items():
         for value in values if name in expected else ():
             np.testing.assert_allclose(value, expected[name], rtol=1e-6)
-    assert {name.split(".")[0] for name in got.values} == {*TUPLES[f]}
+    aux_leaves = {"aux.0", "aux.1"}
+    found = {"aux" if name in aux_leaves else name for name in got.values}
+    assert found == {*TUPLES[f]}
     if f is with_aux:
         aux = [*got.values["aux.0"], *got.values["aux.1"]]
         assert sorted(map(float, aux)) == [1, 2]
+
+
+LIBRARY = """
+import jax
+
+def value_and_grad_from_state(f):
+    def value_and_grad(w, *, state):
+        known, slopes = state["value"], state["grad"]
+        known, slopes = jax.lax.cond(
+            jax.numpy.isfinite(known),
+            lambda *_: (known, slopes),
+            lambda w: jax.value_and_grad(f)(w),
+            w,
+        )
+        return slopes, known
+    return value_and_grad
+
+def differentiated(f, w):
+    if w is None:
+        return None
+    else:
+        return jax.value_and_grad(f)(w)
+
+def update(f, w):
+    known, slopes = differentiated(f, w)
+    return {"w": w - 0.1 * slopes}, known
+"""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages" / "searches"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    yield importlib.import_module("searches")
+    sys.modules.pop("searches")
+
+
+def test_parts_that_a_library_returns_in_another_order(library):
+    def fit(w):
+        state, value = library.update(loss_of, w)
+        return state, value
+
+    got = Got()
+    with observe("state", "value", to=got):
+        jax.jit(fit)(jnp.arange(3.0))
+    got.check(state=[[0, 0.8, 1.6]], value=[5])
+
+
+def test_parts_of_what_a_branch_in_a_library_returns(library):
+    """Its `return` statement says in which order."""
+
+    def fit(w):
+        def descent(c, _):
+            w, state = c
+            value_and_grad = library.value_and_grad_from_state(loss_of)
+            grad, value = value_and_grad(w, state=state)
+            return (w - 0.1 * grad, {"value": jnp.inf, "grad": grad}), value
+
+        start = {"value": jnp.inf, "grad": w}
+        return jax.lax.scan(descent, (w, start), None, length=2)[1]
+
+    got = Got()
+    with observe("grad", "value", to=got):
+        values = jax.jit(fit)(jnp.arange(3.0))
+    got.check(grad=[[0, 2, 4], [0, 1.6, 3.2]], value=np.asarray(values))
 
 
 def test_an_assignment_in_a_lambda():

@@ -166,24 +166,43 @@ def _lengthen(params: _t.Params, more_consts: dict[str, int], carried: int) -> N
         params["ft_out"] = _ft.pack(((front, results), ys))
 
 
-def parts_of_results(eqn: _t.JaxprEquation) -> list[tuple[int, ...]] | None:
-    """For each result of a call which part of the function's result it is, by the
-    indices of the tuples that it is in; None if JAX does not say.
+# Where the results of a function of JAX are among those of the branch or body of its
+# equation, by the name of both. A loop that counts carries its numbers beside them.
+_RESULTS_OF: dict[tuple[str, str], tuple[int, ...]] = {
+    ("cond", "cond"): (),
+    ("switch", "cond"): (),
+    ("scan", "scan"): (),
+    ("while_loop", "while"): (),
+    ("fori_loop", "scan"): (0, 1),
+    ("fori_loop", "while"): (2,),
+}
+
+
+def parts_of_results(
+    eqn: _t.JaxprEquation, function: str
+) -> list[tuple[int, ...] | None] | None:
+    """For each result of an equation which part of a function's result it is, by the
+    indices of the tuples that it is in; None if it is none. All of it is None if JAX
+    does not say.
+
+    `function`: the name of JAX's function which has made the equation, if it is one of
+    control flow. A call has the results of what it calls.
     """
-    if eqn.primitive.name not in CALLS:
+    name = eqn.primitive.name
+    front = () if name in CALLS else _RESULTS_OF.get((function, name))
+    if front is None or not (jaxprs := inners(eqn)):
         return None
-    jaxpr = eqn.params.get(called(eqn))
-    debug_info = getattr(jaxpr, "debug_info", None)
-    names = getattr(debug_info, "result_paths", None)
+    names = open_jaxpr(jaxprs[-1].jaxpr).debug_info.result_paths
     if not isinstance(names, tuple) or len(names) != len(eqn.outvars):
         return None
-    paths: list[tuple[int, ...]] = []
-    for name in names:
-        found_path = re.match(r"result((?:\[\d+\])*)", str(name))  # "result[0][2]"
+    paths: list[tuple[int, ...] | None] = []
+    for path in names:
+        found_path = re.match(r"result((?:\[\d+\])*)", str(path))  # "result[0][2]"
         if found_path is None:
             return None
-        indices = re.findall(r"\d+", found_path[1])
-        paths.append(tuple([int(index) for index in indices]))
+        indices = [int(index) for index in re.findall(r"\d+", found_path[1])]
+        is_part = tuple(indices[: len(front)]) == front
+        paths.append(tuple(indices[len(front) :]) if is_part else None)
     return paths
 
 

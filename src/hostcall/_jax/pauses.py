@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from hostcall._jax import jaxprs
 from hostcall._jax import types as _t
 from hostcall._jax.fragments import same_type, traced
+from hostcall._jax.packing import Packing, Unpacked
 from hostcall._jax.versions import changed, open_jaxpr
 from hostcall._jax.while_parts import WhileLoop, as_while
 
@@ -36,7 +37,8 @@ class Pausing(NamedTuple):
 
     Attributes:
         turns: how many steps were run before the last pause, and are now.
-        at_last_pause: what the loop carried at the last pause.
+        at_last_pause: what the loop carried at the last pause. Small values are read
+            where they are taken from it, which is best done in a branch.
         now: what it carries now.
         stacked: the results of a scan's steps; rows of steps to come are zeros.
         states: the values of `Pause.states`.
@@ -44,7 +46,7 @@ class Pausing(NamedTuple):
     """
 
     turns: tuple[jax.Array, jax.Array]
-    at_last_pause: list[jax.Array]
+    at_last_pause: Sequence[jax.Array]
     now: list[jax.Array]
     stacked: list[jax.Array]
     states: list[jax.Array]
@@ -122,7 +124,7 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
         now=[same_type(x) for x in loop.carried],
     )
     steps = _inner_loop(eqn, loop, pause, outer)
-    pausing, results = _pausing(loop, pause, outer, n_kept)
+    packing, pausing, results = _pausing(loop, pause, outer, n_kept)
     body_names = open_jaxpr(loop.body).debug_info.with_unknown_names()
     outer_consts = [*outer.cond_consts, *outer.body_consts, *pause.outer]
     params = {
@@ -132,7 +134,7 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
             loop.body,
             invars=[*outer_consts, *outer.at_pause],
             outvars=results,
-            eqns=[steps, *pausing],
+            eqns=[*packing, steps, *pausing],
             debug_info=body_names,
         ),
         "body_nconsts": len(outer_consts),
@@ -151,17 +153,20 @@ def paused(eqn: _t.JaxprEquation, pause: Pause, n_kept: int) -> list[_t.JaxprEqu
 
 def _pausing(
     loop: WhileLoop, pause: Pause, outer: _OuterBody, n_kept: int
-) -> tuple[list[_t.JaxprEquation], list[_t.Atom]]:
-    """The equations of a pause, and what the loop carries after it."""
+) -> tuple[list[_t.JaxprEquation], list[_t.JaxprEquation], list[_t.Atom]]:
+    """The equations before the steps and those of a pause, and what the loop carries
+    after it.
+    """
     now = outer.now
     state_positions = _positions_of_states(loop, pause)
     # What the loop carries: the number of its step, what it keeps, the program's own
     # values, and the results of a scan's steps.
     first_stack = len(now) - loop.n_stacked
     programs_own = slice(1 + n_kept, first_stack)
+    packing, packing_eqns, kept = _packed(outer.at_pause[programs_own])
     counts = {
         "states": len(pause.states),
-        "at_last_pause": len(outer.at_pause[programs_own]),
+        "at_last_pause": len(kept),
         "now": len(now[programs_own]),
         "stacked": loop.n_stacked,
         "outer": len(pause.outer),
@@ -170,7 +175,7 @@ def _pausing(
         outer.at_pause[0],
         now[0],
         *[now[position] for position in state_positions],
-        *outer.at_pause[programs_own],
+        *kept,
         *now[programs_own],
         *now[first_stack:],
         *pause.outer,
@@ -180,10 +185,11 @@ def _pausing(
         step: jax.Array, next_step: jax.Array, *values: jax.Array
     ) -> Sequence[jax.Array]:
         remaining = iter(values)
-        lists = {
+        lists: dict[str, Any] = {
             name: list(itertools.islice(remaining, count))
             for name, count in counts.items()
         }
+        lists["at_last_pause"] = Unpacked(packing, lists["at_last_pause"])
         turns = (loop.turn(step), loop.turn(next_step))
         return pause.fn(Pausing(turns=turns, **lists))
 
@@ -193,7 +199,16 @@ def _pausing(
     results: list[_t.Atom] = [*now]
     for position, change in zip(state_positions, changes, strict=True):
         results[position] = change
-    return eqns, results
+    return packing_eqns, eqns, results
+
+
+def _packed(
+    variables: Sequence[_t.Var],
+) -> tuple[Packing, list[_t.JaxprEquation], list[_t.Atom]]:
+    """The equations that pack the small ones of some values, and the packed values."""
+    packing = Packing.of(variables)
+    eqns, packs = traced(packing.pack, variables, is_apart=True)
+    return packing, eqns, [*packs, *[variables[n] for n in packing.apart]]
 
 
 def _positions_of_states(loop: WhileLoop, pause: Pause) -> list[int]:

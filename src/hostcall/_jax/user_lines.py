@@ -25,6 +25,8 @@ class SourceLine(NamedTuple):
         line, column, end_line, end_column: the expression that was evaluated.
         differentiates: the function of JAX that it called, if that makes the backward
             pass of what the frames inside have traced: "grad_f", "value_and_grad_f".
+        calls: the function of JAX that it called, such as "scan"; "" if it called
+            another function.
         inside: the frames inside it, JAX's too.
     """
 
@@ -35,11 +37,13 @@ class SourceLine(NamedTuple):
     end_line: int
     end_column: int
     differentiates: str
+    calls: str
     inside: tuple[Hashable, ...]
 
 
 _API = _api.__file__
 _DIFFERENTIATE = {"grad_f", "grad_f_aux", "value_and_grad_f"}
+_WRAPPER = "reraise_with_filtered_traceback"  # around JAX's public functions
 _TRACES = {"trace_to_jaxpr", "trace_to_jaxpr_dynamic"}
 
 
@@ -53,6 +57,7 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
         return ()
     user_frames = []
     differentiates = ""
+    calls = ""
     inside: list[Hashable] = []
     for code, at in zip(*traceback.raw_frames(), strict=True):
         if code.co_filename.startswith(_JAX):
@@ -63,6 +68,8 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
                 differentiates = code.co_name
             elif code.co_name == "vjp" and code.co_filename == _API:
                 differentiates = "vjp"
+            if code.co_name != _WRAPPER:
+                calls = code.co_name
         elif _is_users(code.co_filename):
             frame = _lines.raw_frame_to_frame(code, at)
             user_frame = SourceLine(
@@ -73,10 +80,12 @@ def lines_of(eqn: _t.JaxprEquation) -> tuple[SourceLine, ...]:
                 end_line=frame.end_line,
                 end_column=frame.end_column,
                 differentiates=differentiates,
+                calls=calls,
                 inside=tuple(inside),
             )
             user_frames.append(user_frame)
             differentiates = ""
+            calls = ""
         inside.append((code, at))
     return tuple(user_frames)
 

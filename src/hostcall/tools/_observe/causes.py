@@ -2,7 +2,10 @@
 
     0  nothing before it accounts for it: the equation itself has made it
     1  innocent: it was given, or is an infinity that the program has as a literal
-    n  the origin number n of a search
+    n  an origin of a search
+
+The numbers of origins say where their chains have begun: of two numbers, the lesser is
+of the chain that began earlier, whichever of the two is longer.
 
 A cause goes on from operands to results. How precisely, depends on the operation:
 
@@ -34,7 +37,10 @@ Causes: TypeAlias = np.ndarray  # of a value's elements
 RuleCall: TypeAlias = tuple[np.ndarray | int, ...]  # of the loops around
 
 INNOCENT = 1
-FIRST_ORIGIN = 2  # the number of the first origin
+# In the number of an origin, the bits above these say at which origin its chain began,
+# counted from 1. So each is more than INNOCENT. These bits say which origin it is.
+_BITS_OF_ORIGIN = 32
+FIRST_ORIGIN = 1 << _BITS_OF_ORIGIN
 
 _SPREADS = {
     *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "add_any"),
@@ -85,8 +91,7 @@ class Search:
     Attributes:
         infs: whether infinities are bad.
         ignores: whether bad values that are made at a place are innocent.
-        origins: those that were found, by their numbers minus 2. Those of operands are
-            before those of results.
+        origins: those that were found. Those of operands are before those of results.
         skipped: equations that the host can't run, with their errors; what follows from
             their results is not known.
     """
@@ -107,13 +112,21 @@ class Search:
         return bool(np.any(self.bad(value)))
 
     def origin(self, cause: int) -> Origin | None:
-        return self.origins[cause - FIRST_ORIGIN] if cause >= FIRST_ORIGIN else None
+        if cause < FIRST_ORIGIN:
+            return None
+        return self.origins[cause % FIRST_ORIGIN]
 
-    def add(self, origin: Origin) -> int:
+    def add(self, origin: Origin, cause: int) -> int:
+        """Adds an origin to the chain of a cause, or begins one if that is 0, and
+        returns its number.
+        """
+        assert (cause >= FIRST_ORIGIN) == (origin.source is not None), "one says both"
         if origin.source is None and self.ignores(origin.place):
             return INNOCENT
+        index = len(self.origins)
         self.origins.append(origin)
-        return len(self.origins) - 1 + FIRST_ORIGIN
+        chain = cause >> _BITS_OF_ORIGIN if origin.source else index + 1
+        return (chain << _BITS_OF_ORIGIN) + index
 
     def innocent(self, value: Value, is_constant: bool = False) -> Causes:
         """The causes of a value that was given. A constant may have infinities."""
@@ -128,13 +141,13 @@ def is_float(value: Value) -> bool:
 
 
 def stronger(a: Causes, b: Causes) -> Causes:
-    """Of two causes the origin, and of two origins the first."""
+    """Of two causes the origin; of two origins that whose chain began first."""
     both = (a >= FIRST_ORIGIN) & (b >= FIRST_ORIGIN)
     return np.asarray(np.where(both, np.minimum(a, b), np.maximum(a, b)))
 
 
 def worst(causes: Iterable[Causes | None]) -> int:
-    """The first origin among these causes; else whether one is innocent."""
+    """The origin of the chain that began first; else whether a cause is innocent."""
     numbers_of_each = [np.unique(c) for c in causes if c is not None]
     numbers = np.concatenate([[0], *numbers_of_each])
     origins = numbers[numbers >= FIRST_ORIGIN]

@@ -101,8 +101,12 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "rev": lambda x, dimensions: np.flip(x, dimensions),
     "select_n": _select,
     "slice": _slice,
+    "stop_gradient": lambda x, **_: x,
     "squeeze": lambda x, dimensions: np.squeeze(x, tuple(dimensions)),
     "transpose": lambda x, permutation: x.transpose(permutation),
+}
+_OF_BITS: dict[str, Callable[..., Any]] = {  # numbers that are not normal stay so
+    "nextafter": np.nextafter,
 }
 _SELECTED_MOST = 30  # operands of `np.choose`, which takes no more than 32
 _SHARDINGS = ("sharding", "out_sharding")
@@ -110,14 +114,20 @@ _SHARDINGS = ("sharding", "out_sharding")
 
 def evaluate(eqn: JaxprEquation, operands: Sequence[Any]) -> list[Any]:
     """Runs an equation alone: by NumPy, if that is known to have the same result."""
+    results = evaluate_by_numpy(eqn, operands)
+    return jaxprs.evaluate(eqn, operands) if results is None else results
+
+
+def evaluate_by_numpy(eqn: JaxprEquation, operands: Sequence[Any]) -> list[Any] | None:
+    """The results of an equation; None if NumPy's are not known to be the same."""
     function = _function_of(eqn, {_type_of(x) for x in operands}, len(operands))
     if function is None:
-        return jaxprs.evaluate(eqn, operands)
+        return None
     arrays = [np.asarray(x) for x in operands]
     with np.errstate(all="ignore"):
         result = np.asarray(function(*arrays))
     if eqn.primitive.name in _ROUNDED and _may_be_zero(result):
-        return jaxprs.evaluate(eqn, operands)
+        return None
     return [result]
 
 
@@ -131,6 +141,8 @@ def _function_of(
     of_floats = _ARITHMETIC | _OF_FLOATS
     if types == {"float"} and name in of_floats:
         return _of_normal_numbers(of_floats[name])
+    if types == {"float"} and name in _OF_BITS:
+        return _OF_BITS[name]
     if types == {"integer"} and name in _ARITHMETIC:
         return _ARITHMETIC[name]
     params = {k: v for k, v in eqn.params.items() if k not in _SHARDINGS}

@@ -245,6 +245,29 @@ def _is_only_moved(
     return of_atom(atom)
 
 
+def operands_of(eqn: JaxprEquation, n: int) -> list[Atom]:
+    """The operands of which a call or a branch makes its result number n."""
+    operands: list[Atom] = []
+    for inner in jaxprs.inners(eqn):
+        inputs = _made_of(inner.old, inner.old.outvars[n])
+        pairs = zip(inner.old.invars, eqn.invars[inner.begin :], strict=True)
+        operands += [operand for var, operand in pairs if var in inputs]
+    return operands
+
+
+def _made_of(jaxpr: Jaxpr, result: Atom) -> set[Atom]:
+    """The variables of which a result is made, and itself."""
+    variables = set[Atom]() if tracing.is_literal(result) else {result}
+    for eqn in reversed(jaxpr.eqns):
+        is_call = eqn.primitive.name in (*jaxprs.CALLS, "cond")
+        is_entered = is_call and bool(jaxprs.inners(eqn))
+        for n, var in enumerate(eqn.outvars):
+            if var in variables:
+                operands = operands_of(eqn, n) if is_entered else eqn.invars
+                variables |= {x for x in operands if not tracing.is_literal(x)}
+    return variables
+
+
 def _holds_all(eqn: JaxprEquation) -> bool:
     """Whether it converts numbers to a type in which each of them is finite."""
     if eqn.primitive.name != "convert_element_type":

@@ -12,25 +12,20 @@ loop around, such a sequence has the leaves of one value, as `jax.tree.map` make
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from hostcall._jax import JaxprEquation, Var, jaxprs, user_lines
-from hostcall._jax.places import EqnPath, in_library
+from hostcall._jax.places import EqnPath
 from hostcall._jax.rewriting import Level
 from hostcall._jax.user_lines import SourceLine
+from hostcall.tools._observe.parts import Source, derivative_called, source_of
 from hostcall.tools._observe.statements import (
     Place,
-    Span,
     Target,
     is_in_loop,
     is_within,
-    last_assigned,
-    parsed_file,
-    returned_by,
-    span_of,
     targets,
 )
 
@@ -53,132 +48,27 @@ class Variable(NamedTuple):
     parts: int
 
 
-# Functions that are part of a statement. From Python 3.12 on comprehensions are none.
-
-
-# --- Parts of tuples ------------------------------------------------------------------
-
-
-class _Source(NamedTuple):
-    """Where the value of a target is computed, among the frames of an equation.
-
-    Attributes:
-        depth: the number of the frame.
-        span: the expression in this frame.
-        side: the pass that computes it, "forward" or "backward"; "": all of it.
-        results: which results of the equation it is; None: all.
-    """
-
-    depth: int
-    span: Span
-    side: str = ""
-    results: tuple[int, ...] | None = None
-
-
-_SIDES = {  # of the first index of what these return
-    "value_and_grad_f": ("forward", "backward"),
-    "grad_f_aux": ("backward", "forward"),
-    "vjp": ("forward",),
-}
-_FOLLOWED_AT_MOST = 32  # names and calls
-
-
-def _source_of(
-    target: Target, lines: Sequence[SourceLine], depth: int, at: EqnPath
-) -> _Source | None:
-    """Follows a part of a tuple to the expression that computes it.
-
-    From `(loss, aux), grads = f(w)` it goes to what `f` returns: the frames of an
-    equation say which function the statement has called. There it goes on from a name
-    to what is assigned to it, until all of an expression is the part. None: the
-    equation computes something else, or that can't be told.
-    """
-    part = target.part
-    if part is None:
-        return None
-    if not part:
-        return _Source(depth, target.span)
-    node = parsed_file(lines[depth].file).expressions.get(target.span)
-    for _ in range(_FOLLOWED_AT_MOST):
-        if node is None or not (0 <= depth < len(lines)):
-            return None
-        line = lines[depth]
-        if isinstance(node, (ast.Tuple, ast.List)) and part:
-            if any(isinstance(x, ast.Starred) for x in node.elts):
-                return None
-            node = node.elts[part[0]] if part[0] < len(node.elts) else None
-            part = part[1:]
-        elif isinstance(node, ast.Name):
-            node, inner_part = last_assigned(line, node)
-            part = (*inner_part, *part)
-        elif not is_within(line, span_of(node)):
-            return None
-        elif not part:
-            return _Source(depth, span_of(node))
-        else:
-            side = _SIDES.get(_differentiates(lines, depth), ())
-            if side:
-                if part[0] >= len(side):
-                    return None
-                wanted = side[part[0]]
-                part = part[1:]
-                if at.is_backward != (wanted == "backward"):
-                    return None
-                if not part or wanted == "backward":
-                    return _Source(depth, span_of(node), wanted)
-            inner = _frame_inside(lines, depth)
-            if inner is None:
-                return _of_results(at.eqn, depth, span_of(node), part)
-            node = returned_by(lines[inner])
-            depth = inner
-    return None
-
-
-def _of_results(
-    eqn: JaxprEquation, depth: int, span: Span, part: tuple[int, ...]
-) -> _Source | None:
-    """The results of a jitted function that are this part of what it returns."""
-    result_parts = jaxprs.parts_of_results(eqn)
-    if result_parts is None:
-        return None
-    indices = [
-        n
-        for n, result_part in enumerate(result_parts)
-        if result_part[: len(part)] == part
-    ]
-    return _Source(depth, span, results=tuple(indices)) if indices else None
-
-
-def _frame_inside(lines: Sequence[SourceLine], depth: int) -> int | None:
-    """The frame of the user's function that a frame has called, through libraries."""
-    inner = (n for n in reversed(range(depth)) if in_library(lines[n].file) is None)
-    return next(inner, None)
-
-
-def _differentiates(lines: Sequence[SourceLine], depth: int) -> str:
-    """The function of JAX that a frame has called, also through a library's."""
-    for n in reversed(range(depth + 1)):
-        if n < depth and in_library(lines[n].file) is None:
-            break
-        if lines[n].differentiates:
-            return lines[n].differentiates
-    return ""
-
-
-# --- In a level -----------------------------------------------------------------------
-
-
 Wanted: TypeAlias = Callable[[str], bool]  # whether a name is
 
-# A target, where its value is computed, and where the frames around that are.
-_Statement: TypeAlias = tuple[Target, tuple[Place, ...]]
+
+class _Statement(NamedTuple):
+    """A statement in one of its calls.
+
+    Attributes:
+        place: (file, function, line) of the statement.
+        target: its target, and where the value is computed.
+        places: where the frames around that are.
+    """
+
+    place: tuple[str, str, int]
+    target: Target
+    places: tuple[Place, ...]
 
 
 class _Piece(NamedTuple):
     """An equation of a statement, with the frame that computes the value.
 
     Attributes:
-        place: (file, function, line) of the statement.
         side: the pass that computes it; "" if no derivative does.
         results: the results of the equation that belong to it.
     """
@@ -187,7 +77,6 @@ class _Piece(NamedTuple):
     eqn: JaxprEquation
     line: SourceLine
     is_backward: bool
-    place: tuple[str, str, int]
     side: str
     results: Sequence[Var]
 
@@ -196,7 +85,9 @@ def variables(level: Level, wanted: Wanted, untold: set[str]) -> Iterator[Variab
     """The values of the wanted variables in a level. Names that can't be told from
     others of a tuple are put into `untold`.
     """
-    for (target, places), pieces in _statements_in(level, wanted, untold).items():
+    for statement, pieces in _statements_in(level, wanted, untold).items():
+        target = statement.target
+        places = statement.places
         is_repeated = any(map(is_in_loop, places))
         side = pieces[0].side
         backward = set[int]()
@@ -218,7 +109,9 @@ def variables(level: Level, wanted: Wanted, untold: set[str]) -> Iterator[Variab
                 if _Users(level, target, places, within).has(v)
             ]
             for part, (piece, v) in enumerate(leaves):
-                yield Variable(target.name, v, piece.at, piece.place, part, len(leaves))
+                yield Variable(
+                    target.name, v, piece.at, statement.place, part, len(leaves)
+                )
 
 
 def _statements_in(
@@ -239,7 +132,7 @@ def _statements_in(
                 if not wanted(target.name) or not is_within(line, target.span):
                     continue
                 names_of_parts |= {target.name} if target.part != () else set()
-                source = _source_of(target, lines, depth, at)
+                source = source_of(target, lines, depth, at)
                 if source is None:
                     continue
                 names_followed.add(target.name)
@@ -251,24 +144,25 @@ def _statements_in(
 
 def _piece(
     target: Target,
-    source: _Source,
+    source: Source,
     lines: Sequence[SourceLine],
     depth: int,
     index: int,
     at: EqnPath,
 ) -> tuple[_Statement, _Piece]:
     target_of_source = Target(target.name, (), source.span)
-    key = target_of_source, _places(target_of_source, lines[source.depth :])
+    place = lines[depth][:3]
+    places = _places(target_of_source, lines[source.depth :])
+    statement = _Statement(place, target_of_source, places)
     side = source.side
     if not side:
-        differentiates = _differentiates(lines, source.depth)
+        differentiates = derivative_called(lines, source.depth)
         side = {"": "", "grad_f": "backward"}.get(differentiates, "both")
     results = at.eqn.outvars
     if source.results is not None:
         results = [results[n] for n in source.results]
     line = lines[source.depth]
-    place = lines[depth][:3]
-    return key, _Piece(index, at.eqn, line, at.is_backward, place, side, results)
+    return statement, _Piece(index, at.eqn, line, at.is_backward, side, results)
 
 
 def _places(target: Target, lines: Sequence[SourceLine]) -> tuple[Place, ...]:

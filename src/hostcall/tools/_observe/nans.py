@@ -44,6 +44,7 @@ from hostcall._jax import (
 from hostcall._jax.pauses import Pause
 from hostcall._jax.rewriting import Insertion, Level
 from hostcall.tools._observe.bad_values import OnBad, Reports
+from hostcall.tools._observe.constants import constants_of
 from hostcall.tools._observe.level_facts import (
     buffers_of,
     can_hand_on,
@@ -53,6 +54,7 @@ from hostcall.tools._observe.level_facts import (
     is_constant,
     needed_of,
     needs_no_look,
+    operands_of,
 )
 from hostcall.tools._observe.on_device import (
     NO_FLAGS,
@@ -100,13 +102,20 @@ class Nans:
 
     def _starts_of_loops(self, level: Level) -> Iterator[Insertion]:
         """Looks at what the level's loops start with, as far as the level has computed
-        it: a loop takes for innocent what it starts with.
+        it: a loop takes for innocent what it starts with. Of finite constants, and of
+        infinities that are literals, it is known before.
         """
+        constants = constants_of(level) if any(map(_has_loop, level.jaxpr.eqns)) else {}
         computed: set[Var] = set()
         for index, eqn in enumerate(level.jaxpr.eqns):
             operands = [x for x in eqn.invars if jaxprs.is_float(x) and x in computed]
             if operands and _has_loop(eqn):
                 fills = {x: fill_of(level, x) for x in operands}
+                for x in constants.keys() & fills.keys():
+                    is_filled = fills[x] is not None and np.isinf(fills[x])
+                    is_good = np.isfinite(constants[x]).all()
+                    if is_good or (is_filled and not np.isnan(constants[x]).any()):
+                        del fills[x]
                 unknown = [x for x, fill in fills.items() if fill is None]
                 infinite = [x for x, fill in fills.items() if fill and np.isinf(fill)]
                 nans = [x for x, fill in fills.items() if fill and np.isnan(fill)]
@@ -269,8 +278,8 @@ def _judged_inside(level: Level) -> set[Var]:
     What is inside of an equation that can't run again is looked at there. Its results
     are bad only by what it has made, which was told of there, or by what it was given.
     That needs no look either if this level was given it, if another such equation has
-    returned it, or if it is looked at because a loop starts with it. So of nested calls
-    around a callback only the innermost looks.
+    returned it, if equations have only moved it, or if it is looked at because a loop
+    starts with it. So of nested calls around a callback only the innermost looks.
     """
     if level.meshes:
         return set()
@@ -281,19 +290,22 @@ def _judged_inside(level: Level) -> set[Var]:
         if not tracing.is_literal(x) and (x in innocent or x in judged):
             return True
         fill = fill_of(level, x)
-        return fill is not None and np.isfinite(fill)
+        is_finite = fill is not None and np.isfinite(fill)
+        return is_finite or needs_no_look(level, x)
 
     computed = set[Var]()
     for eqn in level.jaxpr.eqns:
         is_call = eqn.primitive.name in (*jaxprs.CALLS, "cond")
         if is_call and jaxprs.inners(eqn) and not runs_again(eqn):
-            floats = [x for x in eqn.invars if _may_be_bad(x)]
-            if not level.loops and _has_loop(eqn):
-                floats = [
-                    x for x in floats if tracing.is_literal(x) or x not in computed
-                ]
-            if all(map(is_innocent, floats)):
-                judged |= set(eqn.outvars)
+            starts = computed if not level.loops and _has_loop(eqn) else set[Var]()
+            for n, result in enumerate(eqn.outvars):
+                floats = [x for x in operands_of(eqn, n) if _may_be_bad(x)]
+                if all(
+                    is_innocent(x)
+                    for x in floats
+                    if tracing.is_literal(x) or x not in starts
+                ):
+                    judged.add(result)
         computed |= set(eqn.outvars)
     return judged
 

@@ -148,7 +148,7 @@ class Frame:
             texts = [shown_operand(x, at, result.shape) for x in operands]
             cause_origin = self.search.origin(cause)
             origin = Origin(place, self.steps, cause_origin, at, result[at], texts)
-            new = np.where(which, self.search.add(origin), new)
+            new = np.where(which, self.search.add(origin, cause), new)
         return new
 
     def _of_once(

@@ -33,6 +33,7 @@ class Target(NamedTuple):
     span: Span
 
 
+# Functions that are part of a statement. From Python 3.12 on comprehensions are none.
 _PARTS = "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"
 
 
@@ -193,12 +194,16 @@ def _own_statements(function: _Function) -> list[ast.stmt]:
 
 
 def returned_by(line: SourceLine) -> ast.expr | None:
-    """What the function of a frame returns, if only one statement says it."""
+    """What the function of a frame returns: by the statement in which the frame is, or
+    by the only one that returns.
+    """
     function = _function_of(line)
     if function is None or isinstance(function, ast.Lambda):
         return None if function is None else function.body
     returns = [x for x in _own_statements(function) if isinstance(x, ast.Return)]
-    return returns[0].value if len(returns) == 1 else None
+    inside = [x for x in returns if is_within(line, span_of(x))]
+    chosen = inside or returns
+    return chosen[0].value if len(chosen) == 1 else None
 
 
 def last_assigned(
