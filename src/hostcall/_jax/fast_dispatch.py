@@ -130,8 +130,10 @@ def _needs_no_tokens(target: _Target, is_ordered: bool) -> bool:
     | GPU | several | any | no: XLA's compiler ends the process for some of them |
 
     XLA's runtime would keep those over several GPUs in order too. But its compiler
-    merges equal constants (HloCSE), of which the partitioner has put some behind calls,
-    and stops there: a feed's items for the rows of a sharded array make such a program.
+    merges equal constants (HloCSE), of which the partitioner has put some behind
+    tokens, and stops there: a feed's items for the rows of a sharded array make such a
+    program. It happens in regions that one token alone enters (`_entering` in
+    operations.py), and those of a shard_map are JAX's.
 
     With jaxlib 0.10.2 JAX's own programs with collectives on CPU devices end the
     process if many of them are dispatched without a wait on fewer cores than devices
