@@ -108,7 +108,8 @@ test-releases:
 
 # What was run there whole. Others: GPU_RUNTIME=tests/tools.
 GPU_RUNTIME ?= $(addprefix tests/,fakegpu bridge call compat export feed host_function inside \
-  matrix object tap) $(wildcard tests/runtime/test_c[ao]*.py) tests/runtime/test_executors.py
+  matrix object tap) $(wildcard tests/runtime/test_c[ao]*.py) \
+  $(addprefix tests/runtime/test_,executors.py fast_dispatch.py rows.py threads.py)
 test-gpu-runtime: $(VENV)/.installed
 	@folder=$$(scripts/xla_cuda.sh $(BIN)/python); had=$$?; \
 	if [ $$had -eq 3 ]; then \

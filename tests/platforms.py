@@ -41,6 +41,7 @@ def set_up(platform: str) -> ctypes.CDLL | None:
 _DISPATCHED = "a program on a GPU has made its calls when its dispatch returns"
 _QUEUE = "on a GPU, values may be dropped before they are in the queue"
 _HOST_DEVICE = "host code of a program on a GPU computes on the CPU"
+_TOKENS = "programs over several GPUs keep JAX's tokens"
 _LATER = "a GPU's taps may come after its program has ended"
 _SMALL = "on a GPU JAX's own callbacks change small integers (jax 0.11.2)"
 _NONE = "JAX has no such function for GPUs"
@@ -74,6 +75,9 @@ _CPU_ONLY = {
     "test_a_close_under_a_program_fails_all_devices_at_one_item": _DISPATCHED,
     "test_a_barrier_inside_a_call_waits_for_taps_and_not_for_its_program": _DISPATCHED,
     "test_a_barrier_with_a_limit_waits_for_programs_and_loses_no_error": _DISPATCHED,
+    "test_results_that_are_donated_hide_nothing": _DISPATCHED,
+    "test_a_failure_of_the_first_dispatch_that_was_read_is_not_raised_again": _TOKENS,
+    "test_waits_of_threads.py": "its programs are pending when their dispatch returns",
     "test_a_parallel_call_refuses_a_program_over_its_own_devices": _HOST_DEVICE,
     "test_host_code_loads_a_program_for_its_own_device": _HOST_DEVICE,
     "test_after_a_barrier_that_raised_all_begins_again": _LATER,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import policies
 import pytest
-from platforms import forget_failed_effects, late_square
+from platforms import late_square
 
 import hostcall as hc
 
@@ -45,14 +45,12 @@ def call(fn, x, **options):
 def reraised(f, x):
     with contextlib.suppress(Mine, LookupError), hc.reraise():
         jax.block_until_ready(f(x))
-    forget_failed_effects()
 
 
 def reported(f, x):
     with contextlib.suppress(jax.errors.JaxRuntimeError, Mine, LookupError):
         jax.block_until_ready(f(x))
         jax.effects_barrier()
-    forget_failed_effects()
 
 
 def barrier(f, x):
@@ -253,7 +251,6 @@ def report_of(program):
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(program(1.0))
         jax.effects_barrier()
-    forget_failed_effects()
     return str(caught.value)
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from platforms import forget_failed_effects
 from specs import like
 
 import hostcall as hc
@@ -80,7 +79,6 @@ def test_fails_the_same_each_time_and_works_between(kind, error):
         assert "test_drop_in_errors.py" in text
         assert len(text.splitlines()[0]) < 400
         assert hc.errors.last_error() is error
-        forget_failed_effects()
 
     fails()
     fails()
@@ -156,7 +154,6 @@ def test_ctrl_c_is_raised_as_keyboard_interrupt(kind):
         with pytest.raises(KeyboardInterrupt):
             jax.block_until_ready(run(1.0))
             jax.effects_barrier()
-        forget_failed_effects()
 
 
 def test_programs_of_jaxs_own_ordered_effect_go_on_after_a_failure(error):

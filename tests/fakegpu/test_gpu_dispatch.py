@@ -325,6 +325,33 @@ def test_a_failure_is_raised_once_by_a_wait(way, effect, wait):
     wait()
 
 
+@NO_TOKENS
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("is_donated", [False, True])
+def test_each_failure_of_a_pure_drop_in_is_heard_of_once(is_donated, wait):
+    """The first dispatch of a program is in Python, and the next ones are not."""
+
+    def host(v):
+        if v < 0:
+            raise LookupError("no such row")
+        return v
+
+    program = lambda x: hc.pure_callback(host, SCALAR, x)
+    f = jax.jit(program, donate_argnums=0 if is_donated else ())
+    run = lambda v: f(jax.device_put(np.float32(v), jax.devices()[0]))
+    for _ in range(3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no such row"):
+            run(-1).block_until_ready()
+        wait()
+        run(-1)  # nobody reads its result
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no such row"):
+            wait()
+        wait()
+        assert run(1) == 1
+    f.clear_cache()
+    assert run(2) == 2
+
+
 @pytest.mark.parametrize(("way", "effect"), FAILING)
 def test_reraise_raises_the_functions_own_exception(way, effect):
     f, x, switch = failing(way, effect)

@@ -35,7 +35,7 @@ docs/design/order.md has a table of all cases, with XLA's functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.interpreters import mlir as _mlir
 
@@ -45,7 +45,7 @@ from hostcall._jax.door import distributed as _distributed
 from hostcall._jax.door import util as _util
 from hostcall._jax.installing import lost
 from hostcall._jax.needs import Part
-from hostcall._jax.program import is_one_served
+from hostcall._jax.program import are_host_callbacks_ours, is_one_served
 from hostcall._jax.program_order import (
     as_one_equation,
     check_tokens_alone,
@@ -130,8 +130,10 @@ def _needs_no_tokens(target: _Target, is_ordered: bool) -> bool:
     | GPU | several | any | no: XLA's compiler ends the process for some of them |
 
     XLA's runtime would keep those over several GPUs in order too. But its compiler
-    merges equal constants (HloCSE), of which the partitioner has put some behind calls,
-    and stops there: a feed's items for the rows of a sharded array make such a program.
+    merges equal constants (HloCSE), of which the partitioner has put some behind
+    tokens, and stops there: a feed's items for the rows of a sharded array make such a
+    program. It happens in regions that one token alone enters (`_entering` in
+    operations.py), and those of a shard_map are JAX's.
 
     With jaxlib 0.10.2 JAX's own programs with collectives on CPU devices end the
     process if many of them are dispatched without a wait on fewer cores than devices
@@ -173,6 +175,51 @@ def is_for_export(options: Mapping[str, object]) -> bool:
     return not isinstance(parameters, _mlir.LoweringParameters) or parameters.for_export
 
 
+# What `_cached_lowering_to_hlo` returns: (module, keepalives, host callbacks, ...).
+_Lowered: TypeAlias = tuple[Any, ...]
+
+
+def _with_sign(
+    lowered: _Lowered, target: _Target, jaxpr: _t.Jaxpr, args: Sequence[object]
+) -> _Lowered:
+    """Makes of a lowered program without effects one that leaves a sign."""
+    module, keepalives, *rest = lowered
+    if keepalives and isinstance(keepalives[-1], FastProgram):
+        return lowered  # from JAX's cache, which has the same module and list
+    if keepalives is None:
+        keepalives = []
+    # The call that ran last says that its program has ended only on one CPU device.
+    ends_with_calls = target == _Target("cpu", devices=1)
+    # Elsewhere the sign is kept after nearly every dispatch, so it must be one that
+    # nobody can delete or donate: a training step donates its state.
+    hidden = not ends_with_calls or needs_hidden(jaxpr) or _has_refs(args)
+    if hidden:
+        with_hidden(module)
+    # Another library's custom call may still run when ours have ended.
+    asks_sign = not ends_with_calls or not has_only_ours(module)
+    # The last of them: _mark_of looks for it there (signs.py).
+    keepalives.append(FastProgram(hidden, asks_sign))
+    return (module, keepalives, *rest)
+
+
+def _signed_if_pure(
+    lowered: _Lowered, target: _Target, jaxpr: _t.Jaxpr, args: Sequence[object]
+) -> _Lowered:
+    """The same for a program on a GPU whose callbacks are all pure drop-ins.
+
+    JAX would keep a token of its first dispatch, since it has host callbacks, and of no
+    later one, which are fast. If the first one failed, every `jax.effects_barrier`
+    would raise that again. With a sign each dispatch is waited for, and its failure is
+    raised once.
+    """
+    if target.platform != "cuda" or lost(Part.FAST):
+        return lowered
+    is_served = _needs_no_tokens(target, is_ordered=False)
+    if not is_served or not are_host_callbacks_ours(lowered[2]):
+        return lowered
+    return _with_sign(lowered, target, jaxpr, args)
+
+
 def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
     """The host calls of each program are in one order, and JAX's fast dispatch serves
     the programs that it can (patches.py).
@@ -181,11 +228,12 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
     @_util.weakref_lru_cache
     def lowered(jaxpr: _t.Jaxpr, *args: object, **options: object) -> object:
         effects = jaxpr.effects
+        target = _target_of(args, options)
         # Most programs; a program with pure calls alone is one of them, and JAX
         # dispatches it fast by itself.
         if not effects:
-            return plain(jaxpr, *args, **options)
-        target = _target_of(args, options)
+            result = plain(jaxpr, *args, **options)
+            return _signed_if_pure(result, target, jaxpr, args)
         is_ordered = any(map(is_ordered_effect, effects))
         order = order_of_calls(jaxpr, _rules(args[-1]))
         # Over several devices a token may get into a region that XLA can't compile; on
@@ -197,24 +245,13 @@ def lowering_in_order(plain: Callable[..., Any]) -> Callable[..., Any]:
             if order is not None:
                 jaxpr = as_one_equation(jaxpr, effects, order)
             return plain(jaxpr, *args, **options)
-        # The call that ran last says that its program has ended only on one CPU device.
-        ends_with_calls = target == _Target("cpu", devices=1)
-        # Elsewhere the sign is kept after nearly every dispatch, so it must be one that
-        # nobody can delete or donate: a training step donates its state.
-        hidden = not ends_with_calls or needs_hidden(jaxpr) or _has_refs(args)
         without_effects = as_one_equation(
             jaxpr,
             effects=(),
             order=order,
             keepalives=(ORDERED_WITHOUT_TOKENS,) if is_ordered else (),
         )
-        module, keepalives, *rest = plain(without_effects, *args, **options)
-        if hidden:
-            with_hidden(module)
-        # Another library's custom call may still run when ours have ended.
-        asks_sign = not ends_with_calls or not has_only_ours(module)
-        mark = FastProgram(hidden, asks_sign)
-        # The last of them: _mark_of looks for it there (signs.py).
-        return (module, [*(keepalives or ()), mark], *rest)
+        result = plain(without_effects, *args, **options)
+        return _with_sign(result, target, jaxpr, args)
 
     return lowered  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from hostcall._jax.door import xla_client as _xc
 from hostcall._jax.dtypes import has_symbolic, is_symbolic
 from hostcall._jax.program import Program
 from hostcall._jax.types import Aval, Device, Emitted, LoweringContext, Operation, Value
-from hostcall._jax.versions import built, set_sharding
+from hostcall._jax.versions import TREATS_LONE_TOKENS, built, set_sharding
 
 # Token and operands -> what was emitted.
 Emit: TypeAlias = Callable[[Value | None, Sequence[Value]], Emitted]
@@ -167,6 +167,20 @@ def _closed(
     return _sharding_impls.SdyArrayList(tuple(shardings))
 
 
+def _entering(token: Value | None) -> list[Value]:
+    """The tokens that enter a region for this one: a second one, which says nothing.
+
+    If one token alone enters, a pass of XLA's (nullary-function-wrap-inliner) gives
+    everything in the region a control dependency on it. If a constant in there equals
+    another one of the program, the compiler then ends the process (HloCSE). What else
+    enters is not known here: the partitioner moves constants into the region, and an
+    array without elements is one.
+    """
+    if token is None:
+        return []
+    return [token, _hlo.create_token()] if TREATS_LONE_TOKENS else [token]
+
+
 def on_each_device(
     program: Program,
     emit: Emit,
@@ -187,8 +201,8 @@ def on_each_device(
     if not jax.config.jax_use_shardy_partitioner:
         return _on_each_device_gspmd(ctx, emit, token, operands)
     mesh_shape = (("hostcall", program.size),)
-    takes_token = token is not None
-    values = [token, *operands] if takes_token else list(operands)
+    tokens = _entering(token)
+    values = [*tokens, *operands]
     types_in = [value.type for value in values]
     avals_out = [_core.abstract_token] * returns_token + list(ctx.avals_out)
     types_out = [_ir_type(aval) for aval in avals_out]
@@ -201,9 +215,13 @@ def on_each_device(
     )
     block = _ir.Block.create_at_start(region.body, types_in)
     with _ir.InsertionPoint(block):
-        inner = list(block.arguments)
-        inner_token = inner.pop(0) if takes_token else None
-        results, token = emit(inner_token, inner)
+        arguments = list(block.arguments)
+        inner_tokens = arguments[: len(tokens)]
+        inner_operands = arguments[len(tokens) :]
+        inner_token = inner_tokens[0] if inner_tokens else None
+        if len(inner_tokens) > 1:
+            inner_token = _hlo.after_all(inner_tokens)  # else XLA drops the second
+        results, token = emit(inner_token, inner_operands)
         _sdy.return_([token, *results] if returns_token else results)
     results = list(region.results)
     return (results[1:], results[0]) if returns_token else (results, None)

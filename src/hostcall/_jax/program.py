@@ -197,7 +197,7 @@ def run_where_dispatched(program: Program) -> None:
     callable, since only JAX's own custom calls use it. An exported program must not
     have host callbacks, nor one that is compiled for devices that are not here.
 
-    On GPUs, where each program runs so, the list makes JAX keep the program's token:
+    On GPUs each program runs so. There the list says of a program without effects that
     `jax.effects_barrier` waits for it and raises its failure, as with JAX's callbacks.
     """
     module = program.ctx.module_context
@@ -207,6 +207,11 @@ def run_where_dispatched(program: Program) -> None:
         return
     if _not_called not in module.host_callbacks:
         module.add_host_callback(_not_called)
+
+
+def are_host_callbacks_ours(host_callbacks: Sequence[object]) -> bool:
+    """Whether a lowered program has host callbacks, and none of JAX's own."""
+    return list(host_callbacks) == [_not_called]
 
 
 def _not_called(*args: object) -> NoReturn:

@@ -154,6 +154,10 @@ CALLBACKS_TAKE_SMALL_ELEMENTS = JAX_VERSION >= (0, 10, 2)
 # follow each other without tokens (fast_dispatch.py).
 COLLECTIVES_NEED_NO_TOKENS = version_of(jaxlib.__version__) >= (0, 12)
 
+# XLA's partitioner has a pass for regions that one token alone enters (operations.py).
+# It is not in jaxlib 0.10.2.
+TREATS_LONE_TOKENS = version_of(jaxlib.__version__) >= (0, 12)
+
 # Programs on GPUs without tokens were tested with these alone: earlier ones keep them.
 GPUS_NEED_NO_TOKENS = version_of(jaxlib.__version__) >= (0, 12)
 
