@@ -17,6 +17,17 @@ import numpy as np
 
 from hostcall._jax import JaxprEquation, jaxprs
 
+
+def _max(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    # Of two zeros NumPy takes any, and XLA 0.0 unless both are -0.0: so is their sum.
+    larger: np.ndarray = np.where((x == 0) & (y == 0), x + y, np.maximum(x, y))
+    return larger
+
+
+def _min(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return -_max(-x, -y)
+
+
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "add_any": np.add,
@@ -36,8 +47,14 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 _OF_FLOATS: dict[str, Callable[..., Any]] = {  # of integers they are others
     "div": np.divide,
     "is_finite": np.isfinite,
+    "max": _max,
+    "min": _min,
     "sqrt": np.sqrt,
 }
+# Their results may be rounded up to the smallest normal number. The processor, which
+# makes zeros for XLA, takes some of these for zeros, as they are below it with all the
+# digits of a normal number.
+_ROUNDED = {"convert_element_type", "div", "mul", "square"}
 _FLAGS: dict[str, Callable[..., Any]] = {
     "and": np.logical_and,
     "or": np.logical_or,
@@ -68,7 +85,8 @@ def _slice(
 
 
 def _select(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    return np.choose(which.astype(np.intp), cases)
+    # For XLA a number that is out of range stands for the first case, or the last.
+    return np.choose(which.astype(np.intp), cases, mode="clip")
 
 
 _MOVES: dict[str, Callable[..., Any]] = {
@@ -97,7 +115,10 @@ def evaluate(eqn: JaxprEquation, operands: Sequence[Any]) -> list[Any]:
         return jaxprs.evaluate(eqn, operands)
     arrays = [np.asarray(x) for x in operands]
     with np.errstate(all="ignore"):
-        return [np.asarray(function(*arrays))]
+        result = np.asarray(function(*arrays))
+    if eqn.primitive.name in _ROUNDED and _may_be_zero(result):
+        return jaxprs.evaluate(eqn, operands)
+    return [result]
 
 
 def _function_of(
@@ -107,8 +128,9 @@ def _function_of(
     name = eqn.primitive.name
     if None in types:
         return None
-    if types == {"float"} and name in _ARITHMETIC | _OF_FLOATS:
-        return _of_normal_numbers((_ARITHMETIC | _OF_FLOATS)[name])
+    of_floats = _ARITHMETIC | _OF_FLOATS
+    if types == {"float"} and name in of_floats:
+        return _of_normal_numbers(of_floats[name])
     if types == {"integer"} and name in _ARITHMETIC:
         return _ARITHMETIC[name]
     params = {k: v for k, v in eqn.params.items() if k not in _SHARDINGS}
@@ -116,6 +138,8 @@ def _function_of(
         new_type = eqn.params["new_dtype"]
         is_float = new_type in (np.float32, np.float64)
         return _of_normal_numbers(lambda x: x.astype(new_type)) if is_float else None
+    if params.get("dimensions") and name == "reshape":  # it is transposed too
+        return None
     function = _FLAGS.get(name) if types == {"flag"} else None
     if function is None and n_operands <= _SELECTED_MOST:
         function = _MOVES.get(name)
@@ -141,6 +165,13 @@ def _of_normal_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
         return _normal(np.asarray(function(*map(_normal, operands))))
 
     return of_normal
+
+
+def _may_be_zero(result: np.ndarray) -> bool:
+    """Whether XLA may have zeros for smallest normal numbers of a rounded result."""
+    if result.dtype.kind != "f":
+        return False
+    return bool((np.abs(result) == np.finfo(result.dtype).tiny).any())
 
 
 def _normal(x: np.ndarray) -> np.ndarray:
