@@ -50,6 +50,9 @@ _CPU_ONLY = {
     "test_buffer_callback.py": "reads Buffers with NumPy",
     "test_buffer_views.py": "reads Buffers with NumPy",
     "test_small_elements_and_no_stream": "reads unpacked elements, and wants no stream",
+    "test_observe_in_numpy.py": "compares with XLA's CPU",
+    "test_only_the_newest_keeps_its_values[taps-Mine]": _LATER,
+    "test_only_the_newest_keeps_its_values[taps-LookupError]": _LATER,
     "test_benchmarks_sweeps.py": "runs the benchmarks' raw handler, which is for CPUs",
     # arrays="cuda" is among them.
     "test_any_options_of_a_call_are_refused_or_give_the_result": "reads Buffers with"

@@ -66,8 +66,8 @@ void WatchWith(const nb::handle& monitoring, int tool) {
 }
 
 /// Tools that no kind of program is meant for (sys.monitoring names the other
-/// four).
-constexpr int kTools[] = {3, 4};
+/// four). hypothesis uses 3, and warns if it is taken.
+constexpr int kTools[] = {4, 3};
 
 #endif
 

@@ -202,3 +202,21 @@ def test_any_options_of_a_tap_are_refused_or_deliver_the_values(how):
     hc.barrier()
     thinned = how.keys() & {"every", "sample"}
     assert sorted(seen) == [0, 1, 2] or (thinned and set(seen) < {0, 1, 2}), how
+
+
+def test_a_search_after_a_failed_call_explains_what_it_found():
+    """hypothesis watches which lines ran, unless somebody else has taken its tool."""
+
+    def fail(x):
+        raise LookupError("no")
+
+    spec = jax.ShapeDtypeStruct((), jnp.float32)
+    with pytest.raises(LookupError), hc.reraise():
+        jax.block_until_ready(jax.jit(lambda x: hc.call(fail, spec, x))(1.0))
+
+    @given(st.integers())
+    def search(number):
+        assert number < 5
+
+    with pytest.raises(AssertionError):
+        search()
