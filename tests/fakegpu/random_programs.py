@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from drawn_programs import Called
+from graphs import RECORDED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from modes import MODES
@@ -40,10 +41,6 @@ import hostcall as hc
 from fuzz.draw import Draw
 
 WAYS = ("one", "one", "one", "one", "one", "one", "shards", "global")
-RECORDED = {
-    "xla_gpu_graph_min_graph_size": 1,
-    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
-}
 RUNS = 3
 # How lines of the processes that run many begin, and the result of a program that differs.
 BEGINS, RESULT, DIFFERS = "program: ", "result: ", "differs"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 import pytest
+from graphs import RECORDED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -402,10 +403,6 @@ def test_effects_between_graphs(driver, dispatches):
     """XLA records the kernels around a call into graphs, and replays them."""
     calls = []
     taps = []
-    options = {
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
-    }
 
     def f(x):
         x = jnp.sin(x)
@@ -414,7 +411,7 @@ def test_effects_between_graphs(driver, dispatches):
         hc.tap(lambda v: taps.append(float(v)), x[0])
         return x + 1
 
-    f = jax.jit(f, compiler_options=options)
+    f = jax.jit(f, compiler_options=RECORDED)
     x = jax.device_put(np.arange(8, dtype=np.float32), jax.devices()[0])
     f(x), f(x)
     hc.barrier()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from graphs import RECORDED, copied
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from platforms import forget_failed_effects
@@ -176,17 +177,6 @@ def test_a_driver_that_fails_at_a_tap_of_a_step(driver, loop, function):
 # --- Graphs, devices and memory ----------------------------------------------------
 
 
-def copied(ctx, out, x):
-    """Copies on XLA's stream, as a kernel of the user's would work on it."""
-    code = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2(
-        ctypes.c_uint64(out.ptr),
-        ctypes.c_uint64(x.ptr),
-        ctypes.c_size_t(x.nbytes),
-        ctypes.c_void_p(ctx.stream),
-    )
-    assert code == 0
-
-
 def test_kernels_and_callbacks_in_one_graph(mode, driver):
     """Replays take the values of their own run through all of them."""
     recorded = []
@@ -196,12 +186,8 @@ def test_kernels_and_callbacks_in_one_graph(mode, driver):
         copied(ctx, out, x)
 
     g = hc.buffers.buffer_callback(host, SPEC, command_buffer_compatible=True)
-    options = {
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
-    }
     program = lambda x: jnp.flip(g(jnp.cumsum(g(x * 2))) + 1)
-    f = jax.jit(program, compiler_options=options)
+    f = jax.jit(program, compiler_options=RECORDED)
     wanted = [(np.cumsum((X + k) * 2) + 1)[::-1] for k in range(8)]
     run = lambda k: f(jax.device_put(X + np.float32(k)))
     before = driver.fakeGraphLaunches()

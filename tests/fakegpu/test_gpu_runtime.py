@@ -8,6 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from graphs import RECORDED, copied
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,18 +22,6 @@ def shard_map(f):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     return jax.jit(split), jax.device_put(X, NamedSharding(mesh, P("x")))
-
-
-def copied(ctx, out, x):
-    """Copies on XLA's stream, as a kernel of the user's would work on it."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    code = driver.cuMemcpyDtoDAsync_v2(
-        ctypes.c_uint64(out.ptr),
-        ctypes.c_uint64(x.ptr),
-        ctypes.c_size_t(x.nbytes),
-        ctypes.c_void_p(ctx.stream),
-    )
-    assert code == 0
 
 
 # --- Calls -------------------------------------------------------------------------
@@ -246,11 +235,7 @@ def test_a_callback_that_is_recorded_into_a_graph(mode, driver):
         copied(ctx, out, x)
 
     g = hc.buffers.buffer_callback(host, SPEC, command_buffer_compatible=True)
-    options = {
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL",
-    }
-    f = jax.jit(lambda x: g(g(g(x))), compiler_options=options)
+    f = jax.jit(lambda x: g(g(g(x))), compiler_options=RECORDED)
     before = driver.fakeGraphLaunches()
     for k in range(6):
         np.testing.assert_array_equal(f(X + np.float32(k)), X + k)

@@ -44,7 +44,9 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "lt": np.less,
     "ne": np.not_equal,
 }
-_OF_FLOATS: dict[str, Callable[..., Any]] = {  # of integers they are others
+_OF_FLOATS: dict[str, Callable[..., Any]] = {
+    **_ARITHMETIC,
+    # Of integers these are others.
     "div": np.divide,
     "is_finite": np.isfinite,
     "max": _max,
@@ -138,9 +140,8 @@ def _function_of(
     name = eqn.primitive.name
     if None in types:
         return None
-    of_floats = _ARITHMETIC | _OF_FLOATS
-    if types == {"float"} and name in of_floats:
-        return _of_normal_numbers(of_floats[name])
+    if types == {"float"} and name in _OF_FLOATS:
+        return _of_normal_numbers(_OF_FLOATS[name])
     if types == {"float"} and name in _OF_BITS:
         return _OF_BITS[name]
     if types == {"integer"} and name in _ARITHMETIC:

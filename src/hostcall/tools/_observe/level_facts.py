@@ -272,7 +272,8 @@ def _holds_all(eqn: JaxprEquation) -> bool:
     """Whether it converts numbers to a type in which each of them is finite."""
     if eqn.primitive.name != "convert_element_type":
         return False
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    old = eqn.invars[0].aval.dtype
+    new = eqn.outvars[0].aval.dtype
     is_real = all(jax.dtypes.issubdtype(x, np.floating) for x in (old, new))
     return is_real and jax.numpy.finfo(new).max >= jax.numpy.finfo(old).max
 
